@@ -1,0 +1,55 @@
+# make demo and make test work on a machine with python3 and nothing else: each makes .venv first.
+#
+#   PYTHON=python3.12        the interpreter to make .venv with
+#   TORCH='torch==2.12.0'    another torch than constraints.txt's, when .venv is made
+
+PYTHON ?= python3
+TORCH ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+# True where .venv already sees a torch that fits, from the interpreter it was made with.
+HAS_TORCH := from importlib.metadata import version as v; \
+	import sys; sys.exit(tuple(map(int, v("torch").split(".")[:2])) < (2, 10))
+UNPINNED := grep -vE '^(torch|triton)=='
+
+.PHONY: demo test lint types pytest gpu-test clean
+.DELETE_ON_ERROR:
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: lint types pytest
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(READY)
+	$(BIN)/mypy --strict scoremod
+
+pytest: $(READY)
+	$(BIN)/pytest -q -n 2
+
+gpu-test: $(READY)
+	$(BIN)/pytest -q -m gpu
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(READY): pyproject.toml constraints.txt
+	@echo "making $(VENV): a few minutes the first time"
+	@$(PYTHON) -m venv --system-site-packages $(VENV)
+	@if [ -n "$(TORCH)" ]; then \
+		$(PYTHON) -m venv $(VENV); \
+		{ $(UNPINNED) constraints.txt; echo "$(TORCH)"; } > $(VENV)/constraints.txt; \
+	elif $(BIN)/python -c '$(HAS_TORCH)' 2> /dev/null; then \
+		$(UNPINNED) constraints.txt > $(VENV)/constraints.txt; \
+	else \
+		$(PYTHON) -m venv $(VENV); \
+		cp constraints.txt $(VENV)/constraints.txt; \
+	fi
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
+		-c $(VENV)/constraints.txt -e '.[test,examples]'
+	@touch $@

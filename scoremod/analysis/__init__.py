@@ -1,0 +1,1 @@
+"""What can be proved about an expression before it runs."""

@@ -1,0 +1,485 @@
+"""What names, operators and calls mean: the part of the language that both front ends share.
+
+    BINARY["<="]               ->  Op.LE
+    CALLS["clamp"](x, lo, hi)  ->  min(max(x, lo), hi)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..errors import ReservedName, ScoremodError, Span, TypeMismatch, UnknownName, UnsupportedPython
+from ..ir.capture import DIM_OF_INDEX, ELEMENTS, GENERIC, MISSING, Capture, Kind
+from ..ir.evaluate import evaluate
+from ..ir.expr import Expr, capture, const, index, load, make, require_bool, size
+from ..ir.ops import Op, Type
+
+RESERVED: dict[str, str] = {
+    "s": "the scaled score",
+    "b": "the batch index",
+    "h": "the query head",
+    "hk": "the kv head",
+    "i": "the query index",
+    "j": "the key index",
+    "q_len": "the length of q",
+    "kv_len": "the length of k and v",
+}
+CALL_KEYWORDS = frozenset(
+    "q k v return_lse scale q_offset kv_lens tiles deterministic precision backend".split()
+)
+METHOD_KEYWORDS = frozenset(
+    """self batch q_heads device block_m block_n captures head_dim v_head_dim dtype target
+    phase""".split()
+)
+FORBIDDEN = CALL_KEYWORDS | METHOD_KEYWORDS
+
+MAX_LOOP = 4096  # steps of constant loops in one variant
+MAX_INT = 2**47  # magnitude of captured ints, so that proofs hold modulo 2**64
+
+BINARY: dict[str, Op] = {
+    op.value: op
+    for op in (
+        *(Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.FLOORDIV, Op.MOD, Op.POW),
+        *(Op.BITAND, Op.BITOR, Op.BITXOR, Op.SHL, Op.SHR),
+    )
+}
+PREFIX: dict[str, Op] = {"-": Op.NEG, "~": Op.INVERT, "not": Op.NOT}
+COMPARE: dict[str, Op] = {"<": Op.LT, "<=": Op.LE, "==": Op.EQ, "!=": Op.NE}
+SWAPPED: dict[str, str] = {">": "<", ">=": "<="}
+
+
+# -- calls -------------------------------------------------------------------------------------
+
+Builder = Callable[..., Expr]
+
+
+def _fold(op: Op) -> Builder:
+    def build(*args: Expr, span: Span | None) -> Expr:
+        result = args[0]
+        for arg in args[1:]:
+            result = make(op, result, arg, span=span)
+        return result
+
+    return build
+
+
+def _op(op: Op) -> Builder:
+    return lambda *args, span: make(op, *args, span=span)
+
+
+def _clamp(x: Expr, low: Expr, high: Expr, *, span: Span | None) -> Expr:
+    return make(Op.MIN, make(Op.MAX, x, low, span=span), high, span=span)
+
+
+def _silu(x: Expr, *, span: Span | None) -> Expr:
+    return make(Op.MUL, x, make(Op.SIGMOID, x, span=span), span=span)
+
+
+def _relu(x: Expr, *, span: Span | None) -> Expr:
+    return make(Op.MAX, x, const(0, span), span=span)
+
+
+def _log(x: Expr, base: Expr | None = None, *, span: Span | None) -> Expr:
+    result = make(Op.LOG, x, span=span)
+    return result if base is None else make(Op.DIV, result, make(Op.LOG, base, span=span), span=span)
+
+
+def _log10(x: Expr, *, span: Span | None) -> Expr:
+    return make(Op.MUL, make(Op.LOG, x, span=span), const(1 / math.log(10)), span=span)
+
+
+def _isfinite(x: Expr, *, span: Span | None) -> Expr:
+    return make(Op.LT, make(Op.ABS, x, span=span), const(math.inf), span=span)
+
+
+def _isinf(x: Expr, *, span: Span | None) -> Expr:
+    return make(Op.EQ, make(Op.ABS, x, span=span), const(math.inf), span=span)
+
+
+def _isnan(x: Expr, *, span: Span | None) -> Expr:
+    return make(Op.NE, x, x, span=span)
+
+
+def _xor(a: Expr, b: Expr, *, span: Span | None) -> Expr:
+    require_bool(a, "`xor`", span)
+    require_bool(b, "`xor`", span)
+    return make(Op.NE, a, b, span=span)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function of the language: how many arguments it takes and what it builds."""
+
+    least: int
+    most: int | None
+    build: Builder
+
+
+def _unary(op: Op) -> Call:
+    return Call(1, 1, _op(op))
+
+
+CALLS: dict[str, Call] = {
+    **{
+        op.value: _unary(op)
+        for op in (
+            *(Op.ABS, Op.ILOG2, Op.FLOAT, Op.INT, Op.BOOL, Op.FLOOR, Op.CEIL, Op.ROUND),
+            *(Op.EXP, Op.EXP2, Op.EXPM1, Op.LOG2, Op.LOG1P, Op.SQRT, Op.RSQRT),
+            *(Op.TANH, Op.SIGMOID, Op.SOFTPLUS, Op.ERF, Op.SIN, Op.COS),
+        )
+    },
+    "where": Call(3, 3, _op(Op.WHERE)),
+    "min": Call(1, None, _fold(Op.MIN)),
+    "max": Call(1, None, _fold(Op.MAX)),
+    "minimum": Call(2, 2, _op(Op.MIN)),
+    "maximum": Call(2, 2, _op(Op.MAX)),
+    "clamp": Call(3, 3, _clamp),
+    "pow": Call(2, 2, _op(Op.POW)),
+    "silu": Call(1, 1, _silu),
+    "relu": Call(1, 1, _relu),
+    "log": Call(1, 2, _log),
+    "log10": Call(1, 1, _log10),
+    "isfinite": Call(1, 1, _isfinite),
+    "isinf": Call(1, 1, _isinf),
+    "isnan": Call(1, 1, _isnan),
+    "xor": Call(2, 2, _xor),
+    "logical_and": Call(2, 2, _op(Op.AND)),
+    "logical_or": Call(2, 2, _op(Op.OR)),
+    "logical_not": Call(1, 1, _op(Op.NOT)),
+}
+CONSTANTS: dict[str, float] = {"inf": math.inf, "nan": math.nan, "pi": math.pi, "e": math.e}
+
+
+def call(name: str, args: Sequence[Expr], span: Span | None) -> Expr:
+    """Build a call of a function of the language."""
+    if name not in CALLS:
+        raise UnknownName(f"`{name}` is not a function of the language", span=span, hint=_similar(name))
+    function = CALLS[name]
+    if len(args) < function.least or (function.most is not None and len(args) > function.most):
+        wanted = str(function.least) + ("" if function.most == function.least else " or more")
+        raise TypeMismatch(f"`{name}` takes {wanted} arguments, not {len(args)}", span=span)
+    return function.build(*args, span=span)
+
+
+def _similar(name: str) -> str | None:
+    hints = {"softmax": "softmax follows by itself; a variant gives the score before it"}
+    if name in hints:
+        return hints[name]
+    if name in ("sum", "mean", "any", "all", "prod", "cumsum", "amax", "argmax"):
+        return "a variant sees one pair (i, j); reduce over tables before the call and capture it"
+    return None
+
+
+def binary(symbol: str, left: Expr, right: Expr, span: Span | None) -> Expr:
+    """`left symbol right`."""
+    return make(BINARY[symbol], left, right, span=span)
+
+
+def compare(symbols: Sequence[str], operands: Sequence[Expr], spans: Sequence[Span]) -> Expr:
+    """A chain `a < b <= c`, as in Python."""
+    result: Expr | None = None
+    for symbol, left, right, span in zip(symbols, operands, operands[1:], spans, strict=False):
+        if symbol in SWAPPED:
+            link = make(COMPARE[SWAPPED[symbol]], right, left, span=span)
+        else:
+            link = make(COMPARE[symbol], left, right, span=span)
+        result = link if result is None else make(Op.AND, result, link, span=spans[-1])
+    assert result is not None
+    return result
+
+
+def fold_const(value: Expr) -> bool | int | float | None:
+    """The value of an expression without names, or None."""
+    if value.is_const:
+        return value.attr  # type: ignore[no-any-return]
+    if value.names:
+        return None
+    result = evaluate(value, {})
+    return result.item()  # type: ignore[no-any-return]
+
+
+# -- captures ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Table:
+    """A captured tensor with the indices given so far: `t`, `t[b]`, `t[b][i]`."""
+
+    name: str
+    indices: tuple[Expr, ...]
+    span: Span | None
+
+
+@dataclass
+class Uses:
+    """How the body uses one capture."""
+
+    capture: Capture
+    scalar: Span | None = None  # where it is read without index
+    rank: int | None = None
+    exact: list[set[str | None]] = field(default_factory=list)  # per axis: exact index names
+
+
+class Captures:
+    """The captures of one variant while its body is read, in the order of their first mention."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.uses: dict[str, Uses] = {}
+        self.given = given  # values for consts, from bind or the call
+        self.consts: dict[str, Any] = {}
+
+    def const(self, name: str, default: Any, span: Span | None) -> Expr:
+        """A value that is compiled in."""
+        value = self.given.get(name, default)
+        if not isinstance(value, bool | int | float):
+            raise TypeMismatch(
+                f"the const `{name}` must be a number, not {type(value).__name__}", span=span
+            )
+        self.consts[name] = value
+        return const(value, span)
+
+    def declare(self, found: Capture, owner: str) -> None:
+        """Add a parameter."""
+        check_name(found.name, found.span, owner)
+        if found.name in self.uses:
+            raise ReservedName(f"`{found.name}` is declared twice", span=found.span)
+        self.uses[found.name] = Uses(found)
+
+    def declare_free(self, found: Capture) -> str:
+        """Add a free variable and give the name it is called by."""
+        name = found.name
+        if name in FORBIDDEN or name in RESERVED:
+            name = f"free_{name}"
+        known = self.uses.get(name)
+        if known is None:
+            self.uses[name] = Uses(replace(found, name=name))
+        elif known.capture.free != found.free:
+            raise ReservedName(
+                f"two different variables are both called `{name}`",
+                span=found.span,
+                hint="rename one of them: a capture is given by its name",
+            )
+        return name
+
+    def scalar(self, table: Table) -> Expr:
+        """The capture read as one number."""
+        uses = self.uses[table.name]
+        uses.scalar = uses.scalar or table.span
+        found = uses.capture
+        if found.kind is Kind.TENSOR and found.dims:
+            raise TypeMismatch(
+                f"`{table.name}` is a tensor of {len(found.dims)} dimensions and must be indexed",
+                span=table.span,
+                hint=f"write {table.name}[{', '.join('...' for _ in found.dims)}]",
+            )
+        return capture(table.name, found.type, table.span)
+
+    def load(self, table: Table) -> Expr:
+        """The capture read at indices."""
+        uses = self.uses[table.name]
+        found = uses.capture
+        rank = len(found.dims) if found.dims is not None else uses.rank
+        if rank is not None and rank != len(table.indices):
+            raise TypeMismatch(
+                f"`{table.name}` has {rank} dimensions, but is read with {len(table.indices)} indices",
+                span=table.span,
+                hint=f"it is declared as {found.declaration}" if found.dims is not None else None,
+            )
+        if found.kind is Kind.SCALAR and found.element is not None:
+            raise TypeMismatch(
+                f"`{table.name}` is declared as {found.element} and cannot be indexed",
+                span=table.span,
+                hint=f'declare it as a tensor, e.g. {table.name}: "f32[H]"',
+            )
+        self._note(uses, table.indices)
+        return load(table.name, table.indices, found.type, table.span)
+
+    def _note(self, uses: Uses, indices: tuple[Expr, ...]) -> None:
+        uses.rank = len(indices)
+        if not uses.exact:
+            uses.exact = [set() for _ in indices]
+        for names, position in zip(uses.exact, indices, strict=True):
+            names.add(position.attr if position.op is Op.INDEX else None)
+
+    def size(self, name: str, axis: int, span: Span | None) -> Expr:
+        """The length of one dimension."""
+        uses = self.uses[name]
+        if uses.capture.dims is not None and not 0 <= axis < len(uses.capture.dims):
+            raise TypeMismatch(
+                f"`{name}` has {len(uses.capture.dims)} dimensions, so there is no dimension {axis}",
+                span=span,
+            )
+        return size(name, axis, span)
+
+    def finish(self) -> tuple[Capture, ...]:
+        """The captures, with kinds and dimensions that the body made known."""
+        return tuple(_finished(uses) for uses in self.uses.values())
+
+
+def _finished(uses: Uses) -> Capture:
+    found = uses.capture
+    if uses.rank is None or found.dims is not None:
+        return found
+    if uses.scalar is not None:
+        raise TypeMismatch(
+            f"`{found.name}` is indexed elsewhere, so here it must be indexed too",
+            span=uses.scalar,
+        )
+    dims = tuple(_dim(names) for names in uses.exact)
+    return replace(found, kind=Kind.TENSOR, dims=dims, rank=uses.rank)
+
+
+def _dim(names: set[str | None]) -> str | None:
+    """The dimension that is indexed by exactly these."""
+    known = names - {None}
+    if known == {"i", "j"}:
+        return "L"
+    return DIM_OF_INDEX.get(known.pop() or "") if len(known) == 1 else None
+
+
+def check_name(name: str, span: Span | None, owner: str) -> None:
+    """Raise unless a capture may be called so."""
+    if name in RESERVED:
+        raise ReservedName(f"`{name}` is reserved: it is {RESERVED[name]}", span=span)
+    if name in FORBIDDEN:
+        what = "a keyword of the call" if name in CALL_KEYWORDS else "a keyword of a method"
+        raise ReservedName(
+            f"a capture cannot be called `{name}`: it is {what}",
+            span=span,
+            hint=f"rename it, e.g. {name}_",
+        )
+
+
+def check_number(value: bool | int | float, name: str, span: Span | None) -> None:
+    """Raise for an int beyond what proofs may assume."""
+    if isinstance(value, int) and abs(value) > MAX_INT:
+        raise TypeMismatch(f"`{name}` is {value}; ints may be at most 2**47 in magnitude", span=span)
+
+
+# -- declarations ------------------------------------------------------------------------------
+
+
+
+
+def declared(
+    name: str, element: str, dims: tuple[str | int | None, ...] | None, span: Span | None
+) -> Capture:
+    """A declared capture: a scalar type, or an element type with dimensions."""
+
+
+    if dims is None and element in GENERIC:
+        return Capture(name, Kind.SCALAR, element, span=span)
+    if dims is None and element == "tensor":
+        return Capture(name, Kind.TENSOR, span=span)
+    if dims is not None and (element == "tensor" or element in ELEMENTS):
+        return Capture(
+            name, Kind.TENSOR, None if element == "tensor" else element, dims, span=span
+        )
+    words = ", ".join(w for w in ELEMENTS if w not in GENERIC)
+    raise TypeMismatch(
+        f"`{element}{'' if dims is None else '[...]'}` is not a type",
+        span=span,
+        hint=f"scalars are bool, int, float; tensors are tensor[...] or an element ({words}) "
+        "with dimensions, e.g. f32[H]",
+    )
+
+
+def with_default(found: Capture, default: Any, span: Span | None) -> Capture:
+    """Add a default; an undeclared capture takes its type."""
+    if default is MISSING:
+        return found
+    if not isinstance(default, bool | int | float):
+        raise TypeMismatch(
+            f"the default of `{found.name}` must be a number, not {type(default).__name__}",
+            span=span,
+        )
+    check_number(default, found.name, span)
+    if found.kind is Kind.TENSOR:
+        raise TypeMismatch(f"the tensor `{found.name}` cannot have a number as default", span=span)
+    element = found.element or type(default).__name__
+    if (element, type(default)) in _NARROWING:
+        raise TypeMismatch(
+            f"the default of `{found.name}` is {default!r}, but it is declared as {element}",
+            span=span,
+        )
+    value = {"bool": bool, "int": int, "float": float}[element](default)
+    return replace(found, element=element, default=value)
+
+
+_NARROWING = {("int", float), ("bool", int), ("bool", float)}
+
+
+# -- results -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What a source says: a score, a mask (either may be missing) and captures."""
+
+    score: Expr | None
+    mask: Expr | None
+    captures: tuple[Capture, ...]
+    consts: tuple[tuple[str, Any], ...] = ()
+
+
+def check_mask(mask: Expr, span: Span | None, *, can_use_scores: str) -> Expr:
+    """A mask is a bool, free of `s`."""
+    if mask.type not in (Type.BOOL, Type.ANY):
+        raise TypeMismatch(
+            f"a mask must give a bool, but this is {mask.type.value}",
+            span=mask.span or span,
+            hint=f"compare it, or use {can_use_scores} if it changes the score",
+        )
+    if mask.reads_s:
+        raise TypeMismatch(
+            "a mask cannot depend on the score s",
+            span=mask.span or span,
+            hint="give -inf from a score instead: where(condition, s, -inf)",
+        )
+    return mask
+
+
+def check_score(score: Expr, span: Span | None) -> Expr:
+    """A score is a float; an int becomes one."""
+    if score.type is Type.BOOL:
+        raise TypeMismatch(
+            "a score must give a float, but this is bool",
+            span=score.span or span,
+            hint="use @scoremod.mask for conditions, or where(condition, s, -inf)",
+        )
+    return make(Op.FLOAT, score, span=score.span or span)
+
+
+def reserved(name: str, span: Span | None) -> Expr:
+    """A reserved name as an expression."""
+    return index(name, span)
+
+
+def unknown(name: str, span: Span | None) -> ScoremodError:
+    """The error for a name that means nothing here."""
+    if name in RESERVED:
+        return UnknownName(
+            f"`{name}` is not a parameter of this function",
+            span=span,
+            hint=f"add it: `{name}` is {RESERVED[name]}",
+        )
+    return UnknownName(
+        f"`{name}` is not known here",
+        span=span,
+        hint="captures are parameters: add it to the function's parameters",
+    )
+
+
+def loop_bound(value: Expr, span: Span | None) -> int:
+    """A bound of a constant loop."""
+    number = fold_const(value)
+    if isinstance(number, int) and not isinstance(number, bool):
+        return number
+    raise UnsupportedPython(
+        "the bounds of range() must be literals or const",
+        span=span,
+        hint="mark the value with scoremod.const(...); it is then compiled in",
+    )

@@ -1,0 +1,386 @@
+"""The user's text with its syntax tree and places, before any meaning is given to it.
+
+A Python function is found in its file by position, so that lambdas, nested functions and notebook
+cells work and every error can point at the user's own line.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import inspect
+import linecache
+import os
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import lark
+
+from ..errors import LanguageError, SourceUnavailable, Span
+from ..ir.capture import FreeVariable
+from ..resources import read_text
+
+MAX_TEXT = 200_000  # characters of mini-language text; a variant is a page, not a book
+MAX_NESTING = 200  # brackets inside brackets
+
+FunctionNode = ast.FunctionDef | ast.Lambda
+
+
+def display_path(file: str) -> str:
+    """The file as a person in the current folder would name it."""
+    try:
+        relative = os.path.relpath(file)
+    except ValueError:
+        return file
+    return file if relative.startswith("..") else relative
+
+
+# -- Python ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PythonSource:
+    """A function, its syntax tree, and the way to read its free variables.
+
+    `roles` maps parameters to reserved names where they are not called so (`from_flex`).
+    """
+
+    function: types.FunctionType = field(compare=False)
+    node: FunctionNode = field(compare=False)
+    file: str
+    line: int
+    column: int
+    name: str
+    role: str  # "score" or "mask"
+    roles: tuple[tuple[str, str], ...] = ()
+    owner: Any = field(default=None, compare=False)  # `self` of a callable object
+    fixed: tuple[tuple[str, Any], ...] = field(default=(), compare=False)  # of a partial
+
+    @property
+    def text(self) -> str:
+        """The function as the user wrote it."""
+        lines = linecache.getlines(self.file)
+        chosen = lines[self.node.lineno - 1 : self.node.end_lineno]
+        return "".join(chosen).rstrip()
+
+    def span(self, node: ast.AST) -> Span:
+        """The place of a node of this function's tree."""
+        kind = "mask" if self.role == "mask" else "variant"
+        return _span(self.file, node, f"{kind} `{self.name}`")
+
+    def parameters(self) -> Iterator[inspect.Parameter]:
+        """The parameters that are neither `self` nor fixed by a partial."""
+        fixed = {name for name, _ in self.fixed}
+        signature = inspect.signature(self.function)
+        for position, parameter in enumerate(signature.parameters.values()):
+            is_self = self.owner is not None and position == 0
+            if not is_self and parameter.name not in fixed:
+                yield parameter
+
+    @property
+    def self_name(self) -> str | None:
+        """What the function calls its own object, if it is a method."""
+        if self.owner is None:
+            return None
+        return next(iter(inspect.signature(self.function).parameters))
+
+    def free(self, name: str) -> FreeVariable | None:
+        """The free variable of that name: partial argument, closure cell, global or builtin."""
+        fixed = dict(self.fixed)
+        if name in fixed:
+            value = fixed[name]
+            return FreeVariable(("partial", id(value), name), lambda: value, f"argument `{name}`")
+        return free_variable(self.function, name)
+
+
+def free_variable(function: types.FunctionType, name: str) -> FreeVariable | None:
+    """Where a function finds a name that is not its own."""
+    code = function.__code__
+    if name in code.co_freevars and function.__closure__ is not None:
+        cell = function.__closure__[code.co_freevars.index(name)]
+        return FreeVariable(("cell", id(cell)), functools.partial(_read_cell, cell), name)
+    scope = function.__globals__
+    if name in scope:
+        return FreeVariable(("global", id(scope), name), lambda: scope[name], name)
+    if hasattr(builtins, name):
+        return FreeVariable(("builtin", name), lambda: getattr(builtins, name), name)
+    return None
+
+
+def _read_cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the name is assigned later than the variant is declared
+        return None
+
+
+def attribute(owner: Any, name: str) -> FreeVariable:
+    """`self.name` of a callable object."""
+    return FreeVariable(("attribute", id(owner), name), lambda: getattr(owner, name), f".{name}")
+
+
+def _span(file: str, node: ast.AST, owner: str) -> Span:
+    line: int = getattr(node, "lineno", 1)
+    text = linecache.getline(file, line).rstrip("\n")
+    start = _characters(text, getattr(node, "col_offset", 0))
+    same_line = getattr(node, "end_lineno", line) == line
+    end = _characters(text, getattr(node, "end_col_offset", 0)) if same_line else len(text)
+    return Span(display_path(file), line, start + 1, end + 1, text, owner)
+
+
+def _characters(line: str, offset: int) -> int:
+    """ast counts bytes of UTF-8; people count characters."""
+    return len(line.encode()[:offset].decode(errors="ignore"))
+
+
+def read_python(
+    function: Callable[..., Any], role: str, roles: tuple[tuple[str, str], ...] = ()
+) -> PythonSource:
+    """Find a function's syntax tree; unwraps partials, methods and callable objects."""
+    fixed: dict[str, Any] = {}
+    label = _label(function)
+    while isinstance(function, functools.partial):
+        fixed = {**_partial_arguments(function), **fixed}
+        function = function.func
+    owner = None
+    if not isinstance(function, types.FunctionType | types.MethodType):
+        call = getattr(type(function), "__call__", None)  # noqa: B004 - the method is wanted
+        if not isinstance(call, types.FunctionType):
+            raise SourceUnavailable(
+                f"`{label}` is not a Python function, so there is no source to read",
+                hint="give a function written with def or lambda, or text to scoremod.parse",
+            )
+        owner, function = function, call
+    if isinstance(function, types.MethodType):
+        owner, function = function.__self__, function.__func__
+    function = inspect.unwrap(function)
+    assert isinstance(function, types.FunctionType)
+    node = find_node(function)
+    return PythonSource(
+        function,
+        node,
+        function.__code__.co_filename,
+        node.lineno,
+        node.col_offset,
+        label,
+        role,
+        roles,
+        owner,
+        tuple(fixed.items()),
+    )
+
+
+def _label(function: Any) -> str:
+    if isinstance(function, functools.partial):
+        return _label(function.func)
+    name = getattr(function, "__name__", None)
+    if name == "<lambda>":
+        return "lambda"
+    return name if isinstance(name, str) else type(function).__name__
+
+
+def _partial_arguments(function: functools.partial[Any]) -> dict[str, Any]:
+    names = list(inspect.signature(function.func).parameters)
+    return {**dict(zip(names, function.args, strict=False)), **function.keywords}
+
+
+def find_node(function: types.FunctionType) -> FunctionNode:
+    """The syntax tree of a function, from the file that it was defined in."""
+    code = function.__code__
+    tree = _module_tree(code.co_filename)
+    found = [] if tree is None else [n for n in _functions(tree) if _matches(n, code)]
+    if len(found) > 1:
+        found = [n for n in found if _contains(n, code)]
+    if not found:
+        name = "this lambda" if code.co_name == "<lambda>" else f"`{code.co_name}`"
+        raise SourceUnavailable(
+            f"the source of {name} cannot be read (it says {display_path(code.co_filename)})",
+            hint="define it in a file or a notebook cell, or write it in the mini-language: "
+            "scoremod.parse(text)",
+        )
+    # Nested lambdas on one line: the innermost that holds all of the code.
+    return min(found, key=lambda n: (n.end_lineno or 0, (n.end_col_offset or 0) - n.col_offset))
+
+
+def _module_tree(file: str) -> ast.Module | None:
+    linecache.checkcache(file)
+    text = "".join(linecache.getlines(file))
+    if not text:
+        return None
+    return _parse_module(text)
+
+
+@functools.lru_cache(maxsize=64)
+def _parse_module(text: str) -> ast.Module | None:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _functions(tree: ast.Module) -> Iterator[FunctionNode]:
+    return (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.Lambda))
+
+
+def _matches(node: FunctionNode, code: types.CodeType) -> bool:
+    decorators = getattr(node, "decorator_list", [])
+    first = min([node.lineno, *(d.lineno for d in decorators)])
+    arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+    count = code.co_argcount + code.co_kwonlyargcount
+    return (
+        first == code.co_firstlineno
+        and getattr(node, "name", "<lambda>") == code.co_name
+        and tuple(a.arg for a in arguments) == code.co_varnames[:count]
+    )
+
+
+def _contains(node: FunctionNode, code: types.CodeType) -> bool:
+    """Whether the code's instructions all lie inside the node."""
+    start = (node.lineno, node.col_offset)
+    end = (node.end_lineno or node.lineno, node.end_col_offset or 0)
+    for line, end_line, column, end_column in code.co_positions():
+        if None in (line, end_line, column, end_column) or (line, column) == (node.lineno, 0):
+            continue
+        if (line, column) < start or (end_line, end_column) > end:  # type: ignore[operator]
+            return False
+    return True
+
+
+# -- mini-language -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Mini-language text and its parse tree."""
+
+    text: str
+    file: str
+    tree: lark.Tree[Any] = field(compare=False)
+    name: str = "variant"
+
+    def span(self, node: lark.Tree[Any] | lark.Token) -> Span:
+        """The place of a tree or token of this text."""
+        place = node.meta if isinstance(node, lark.Tree) else node
+        line = getattr(place, "line", None) or 1
+        same_line = getattr(place, "end_line", line) == line
+        text = _line(self.text, line)
+        end = getattr(place, "end_column", None) if same_line else None
+        column = getattr(place, "column", None) or 1
+        return Span(self.file, line, column, end or len(text) + 1, text, f"variant `{self.name}`")
+
+
+def _line(text: str, number: int) -> str:
+    lines = text.split("\n")
+    return lines[number - 1].rstrip("\r") if number <= len(lines) else ""
+
+
+@functools.cache
+def parser(start: str = "start") -> lark.Lark:
+    """The grammar's parser; `start` may also be `expression`."""
+    return lark.Lark(
+        read_text("grammar/scoremod.lark"),
+        parser="lalr",
+        start=start,
+        propagate_positions=True,
+        maybe_placeholders=True,
+    )
+
+
+def read_text_source(text: str, file: str = "<text>", start: str = "start") -> TextSource:
+    """Parse mini-language text; a mistake says what was expected."""
+    if len(text) > MAX_TEXT:
+        raise LanguageError(f"the text has {len(text)} characters; {MAX_TEXT} are allowed")
+    _check_nesting(text, file)
+    try:
+        tree: lark.Tree[Any] = parser(start).parse(text)
+    except lark.exceptions.UnexpectedInput as error:
+        raise _language_error(text, file, error) from None
+    name = next((str(t) for t in tree.find_data("variant") for t in t.children[:1] if t), "variant")
+    return TextSource(text, file, tree, name)
+
+
+def _check_nesting(text: str, file: str) -> None:
+    depth = 0
+    for number, line in enumerate(text.split("\n"), 1):
+        for column, character in enumerate(line.split("#")[0], 1):
+            depth += (character in "([{") - (character in ")]}")
+            if depth > MAX_NESTING:
+                span = Span(file, number, column, column + 1, line)
+                raise LanguageError(f"brackets are nested more than {MAX_NESTING} deep", span=span)
+
+
+# What the grammar's tokens are called in messages; tokens left out stand for themselves.
+_TOKEN_WORDS = {
+    "NAME": "a name",
+    "INTEGER": "a number",
+    "REAL": "a number",
+    "SIGN": "an expression",
+    "TRUE": "an expression",
+    "FALSE": "an expression",
+    "LPAR": "(",
+    "RPAR": ")",
+    "LSQB": "[",
+    "RSQB": "]",
+    "LBRACE": "{",
+    "RBRACE": "}",
+    "COMMA": ",",
+    "COLON": ":",
+    "EQUAL": "=",
+    "SEMICOLON": ";",
+    "COMPARE": "an operator",
+    "SHIFT": "an operator",
+    "ADDITIVE": "an operator",
+    "MULTIPLICATIVE": "an operator",
+    "VBAR": "an operator",
+    "CIRCUMFLEX": "an operator",
+    "AMPERSAND": "an operator",
+    "__ANON_0": "an operator",
+    "ELLIPSIS": "...",
+    "$END": "the end of the text",
+}
+
+
+def _language_error(
+    text: str, file: str, error: lark.exceptions.UnexpectedInput
+) -> LanguageError:
+    at_end = isinstance(error, lark.exceptions.UnexpectedToken) and error.token.type == "$END"
+    if at_end:
+        line = text.count("\n") + 1
+        column = len(_line(text, line)) + 1
+        got = "the text ends"
+    else:
+        line, column = max(error.line, 1), max(error.column, 1)
+        token = getattr(error, "token", None)
+        got = f"this is `{token if token is not None else text[error.pos_in_stream or 0]}`"
+    expected = getattr(error, "accepts", None) or getattr(error, "expected", None)
+    expected = expected or getattr(error, "allowed", None) or set()
+    width = 1 if at_end else max(1, len(str(getattr(error, "token", "x"))))
+    span = Span(file, line, column, column + width, _line(text, line))
+    return LanguageError(f"expected {_words(expected)}, but {got}", span=span, hint=_hint(error))
+
+
+def _words(expected: Any) -> str:
+    words = sorted({_TOKEN_WORDS.get(t, t.lower()) for t in expected})
+    if "a name" in words and "an expression" in words:
+        words = [w for w in words if w not in ("a name", "a number", "(", "not", "an expression")]
+        words.insert(0, "an expression")
+    quoted = [w if " " in w else f"`{w}`" for w in words]
+    if not quoted:
+        return "something else"
+    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+
+
+def _hint(error: lark.exceptions.UnexpectedInput) -> str | None:
+    token = str(getattr(error, "token", "") or "")
+    if token == "variant":
+        return "a text holds one variant; put the others in texts of their own"
+    if token in ("def", "return"):
+        return "this is Python; decorate a function with @scoremod.variant instead"
+    if token == "&&" or token == "||":
+        return "write `and`, `or`"
+    return None
+
+

@@ -1,0 +1,1 @@
+"""The typed intermediate representation: one immutable node, and a table of operations."""
