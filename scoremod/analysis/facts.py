@@ -66,7 +66,7 @@ def magnitude(b: Bounds) -> int:
 
 def within(b: Bounds) -> bool:
     """Whether all values fit in 64 bits."""
-    return INT_MIN <= b[0] and b[1] <= INT_MAX
+    return b[0] >= INT_MIN and b[1] <= INT_MAX
 
 
 def _fact(node: Expr) -> Fact:
@@ -166,7 +166,7 @@ def _shl(_: Expr, b: list[Bounds]) -> Bounds:
 def _shr(_: Expr, b: list[Bounds]) -> Bounds:
     x, n = b
     ends = [v >> max(0, min(k, 63)) for v, k in itertools.product(x, n)]
-    return _hull(ends if 0 <= n[0] and n[1] < 64 else [*ends, 0])
+    return _hull(ends if n[0] >= 0 and n[1] < 64 else [*ends, 0])
 
 
 def _pow(node: Expr, b: list[Bounds]) -> Bounds:

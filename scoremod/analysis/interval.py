@@ -383,7 +383,7 @@ def _mod_float(x: Interval, y: Interval) -> Interval:
 
 def _pow_float(x: Interval, y: Interval) -> Interval:
     """Corners for a base that is not negative; for a whole constant exponent abs(x) or the ends."""
-    whole = y.is_point & (y.lo == np.rint(y.lo)) & (y.lo >= 0)
+    whole = y.is_point & (y.lo == np.rint(y.lo)) & (y.lo >= 0) & np.isfinite(y.lo)
     even = whole & (np.remainder(y.lo, 2) == 0)
     base = Interval(np.where(even, _abs_lo(x), x.lo), np.where(even, _abs_hi(x), x.hi), x.nan)
     powers = _widened(_hull(_corners(base, y, np.power), x.nan | y.nan | ((x.lo < 0) & ~whole)))
@@ -592,9 +592,10 @@ class Bounds:
         self.dtype, self.strict = dtype, strict
         self.done: dict[tuple[Expr, Dtype], Interval] = {}
 
-    def __call__(self, root: Expr) -> Interval:
+    def __call__(self, root: Expr, dtype: Dtype | None = None) -> Interval:
         """The interval of `root`; floats that decide a bool or int are bounded in `strict`."""
-        stack = [(root, self.dtype)]
+        top = self.dtype if dtype is None else dtype
+        stack = [(root, top)]
         with np.errstate(all="ignore"):
             while stack:
                 node, dtype = stack[-1]
@@ -606,7 +607,7 @@ class Bounds:
                 stack.pop()
                 args = tuple(self.done[a, inner] for a in node.args)
                 self.done[node, dtype] = _stored(self._node(node, args), node.type, dtype)
-        return self.done[root, self.dtype]
+        return self.done[root, top]
 
     def _node(self, node: Expr, args: tuple[Interval, ...]) -> Interval:
         if node.op is Op.LOAD:

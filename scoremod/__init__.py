@@ -1,0 +1,81 @@
+"""scoremod: declare an attention variant in three lines, get its kernels.
+
+    @scoremod.variant
+    def alibi(s, i, j, h, slopes):
+        return s - slopes[h] * (i - j)
+"""
+
+from . import errors, variants
+from .api import Variant, from_flex, mask, parse, variant
+from .language import (
+    ceil,
+    clamp,
+    const,
+    cos,
+    erf,
+    exp,
+    exp2,
+    expm1,
+    floor,
+    ilog2,
+    inf,
+    isfinite,
+    log,
+    log1p,
+    log2,
+    log10,
+    maximum,
+    minimum,
+    pow,
+    relu,
+    rsqrt,
+    sigmoid,
+    silu,
+    sin,
+    softplus,
+    sqrt,
+    tanh,
+    where,
+    xor,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Variant",
+    "ceil",
+    "clamp",
+    "const",
+    "cos",
+    "erf",
+    "errors",
+    "exp",
+    "exp2",
+    "expm1",
+    "floor",
+    "from_flex",
+    "ilog2",
+    "inf",
+    "isfinite",
+    "log",
+    "log1p",
+    "log2",
+    "log10",
+    "mask",
+    "maximum",
+    "minimum",
+    "parse",
+    "pow",
+    "relu",
+    "rsqrt",
+    "sigmoid",
+    "silu",
+    "sin",
+    "softplus",
+    "sqrt",
+    "tanh",
+    "variant",
+    "variants",
+    "where",
+    "xor",
+]

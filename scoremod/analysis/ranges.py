@@ -1,0 +1,581 @@
+"""Ranges: which keys may a query attend, as half-lines whose ends depend on the query alone?
+
+    solve(j <= i and i - j < window, "j")   ->   one piece,  i - window + 1 <= j <= i
+
+A mask becomes a few pieces; it is true where some piece is. A piece holds at x (`j` for the
+forward, `i` for the backward) where
+
+    every guard is true,  max(los) <= x <= min(his),  and every opaque condition is true.
+
+Bounds and guards are free of x and read the other index (a row), scalars and tables: ordinary
+INT and BOOL expressions with 64-bit meaning in which nothing overflows. A mask without opaque
+conditions is solved completely.
+
+What a kernel does with a piece, in the prologue of a tile of rows (`Runs` is this in NumPy):
+
+1. Per row: lo = max(first x, *los), hi = min(last x, *his), in int64 and only then narrowed, since
+   bounds reach 2**60; a row whose guard is false gets lo = +FAR and hi = -FAR. `first x` is 0 and
+   `last x` kv_len - 1 for j; q_offset and q_offset + q_len - 1 for i. Rows are logical positions:
+   i contains q_offset, in tables too.
+2. visible = [min lo, max hi] over the rows with lo <= hi. Only these x can be true.
+3. full = [max lo, min hi] over all rows that exist, those with a false guard or lo > hi included:
+   there the mask is true for every row, if the piece has no opaque conditions.
+   Rows past the end of the tensor exist in neither.
+4. To tiles: visible outwards (lo // BLOCK, hi // BLOCK + 1), full inwards.
+5. Visible runs of different pieces may overlap: sort them by start, then start = max(start, last
+   end) (`disjoint`); otherwise a tile would enter the softmax twice. Full runs may be
+   joined where they touch (next lo <= last hi + 1).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ..ir.expr import FALSE, Expr, const, index, make, postorder, rewrite
+from ..ir.ops import Array, Op, Type
+from .facts import bounds, exact, magnitude
+from .normal import (
+    INT_ZERO,
+    Sum,
+    at_most_zero,
+    both,
+    either,
+    indices,
+    is_zero,
+    negation,
+    normal,
+    normalise,
+    operands,
+)
+
+Index = Literal["i", "j"]
+
+# Beyond every index. Lengths are below 2**31, so the last index is below FAR, which fits in int32.
+FAR = 2**31 - 1
+# Pieces that a kernel can hold: four runs per tile lost 1 % of tiles over the catalogue, one 25 %.
+MAX_PIECES = 4
+# Pieces while solving; a sub-formula that needs more stays opaque.
+MAX_WORKING = 16
+# x % C with C from here on has few runs of x, which are worth opening one by one.
+LONG_RUN = 256
+
+
+@dataclass(frozen=True)
+class Piece:
+    """guards and max(los) <= x <= min(his) and opaque."""
+
+    los: tuple[Expr, ...] = ()
+    his: tuple[Expr, ...] = ()
+    guards: tuple[Expr, ...] = ()
+    opaque: tuple[Expr, ...] = ()
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether the piece says exactly where the mask is true."""
+        return not self.opaque
+
+    @property
+    def parts(self) -> tuple[tuple[Expr, ...], ...]:
+        """los, his, guards, opaque."""
+        return self.los, self.his, self.guards, self.opaque
+
+    def meet(self, other: Piece) -> Piece:
+        """Where both hold."""
+        pairs = zip(self.parts, other.parts, strict=True)
+        return Piece(*(tuple(dict.fromkeys(a + b)) for a, b in pairs))
+
+    def implies(self, other: Piece) -> bool:
+        """Whether this one asks for everything that the other asks for."""
+        return all(set(b) <= set(a) for a, b in zip(self.parts, other.parts, strict=True))
+
+
+Pieces = tuple[Piece, ...]  # a disjunction
+EVERYWHERE: Pieces = (Piece(),)
+
+
+class Unsolved(Exception):
+    """An atom that half-lines cannot say; it becomes an opaque condition."""
+
+
+def solve(mask: Expr, x: Index, limit: int = MAX_PIECES) -> Pieces:
+    """At most `limit` pieces whose union is `mask`; without pieces it is false everywhere.
+
+    The atoms of opaque conditions keep their spans.
+    """
+    mask = normalise(mask)
+    pieces = solved(mask, x)
+    if len(pieces) > limit:
+        # Costs sharpness in tiles that hold rows of both kinds; an opaque piece costs more.
+        pieces = _join_exclusive(pieces, lambda guard: True, limit)
+    return pieces if len(pieces) <= limit else (_hull(pieces, mask),)
+
+
+# -- conditions ------------------------------------------------------------------------------------
+
+
+def solved(e: Expr, x: Index) -> Pieces:
+    """The pieces of a condition in normal form."""
+    if x not in e.names:
+        return guard(e)
+    try:
+        rule = _CONDITION.get(e.op)
+        return rule(e, x) if rule else _opaque(e)
+    except Unsolved:
+        return _opaque(e)
+
+
+def guard(e: Expr) -> Pieces:
+    """A condition free of x."""
+    if e.is_const:
+        return EVERYWHERE if e.attr else ()
+    return (Piece(guards=tuple(operands(Op.AND, e))),)
+
+
+def _opaque(e: Expr) -> Pieces:
+    return (Piece(opaque=(e,)),)
+
+
+def _and(e: Expr, x: Index) -> Pieces:
+    result = EVERYWHERE
+    for term in operands(Op.AND, e):
+        result = joined(_meet_or_keep(result, solved(term, x), term))
+    return result
+
+
+def _meet_or_keep(a: Pieces, b: Pieces, term: Expr) -> Pieces:
+    """a and b; where that is too many pieces, b's half-lines are lost and it stays a condition."""
+    return meet(a, b) if len(a) * len(b) <= MAX_WORKING else meet(a, _opaque(term))
+
+
+def _or(e: Expr, x: Index) -> Pieces:
+    pieces = joined(tuple(p for term in operands(Op.OR, e) for p in solved(term, x)))
+    if len(pieces) > MAX_WORKING:
+        raise Unsolved
+    return pieces
+
+
+def _le(e: Expr, x: Index) -> Pieces:
+    return bounded(e.args[0], INT_ZERO, x, up=True) if _integers(e) else _opaque(e)
+
+
+def _eq(e: Expr, x: Index) -> Pieces:
+    if not _integers(e):
+        return _opaque(e)
+    t = e.args[0]
+    return meet(bounded(t, INT_ZERO, x, up=True), bounded(t, INT_ZERO, x, up=False))
+
+
+def _not(e: Expr, x: Index) -> Pieces:
+    inner = e.args[0]
+    if inner.op is not Op.EQ or not _integers(inner):
+        return _opaque(e)
+    t = inner.args[0]
+    return joined(bounded(t, const(-1), x, up=True) + bounded(t, const(1), x, up=False))
+
+
+def _integers(e: Expr) -> bool:
+    """Whether this is a comparison that `normal` has brought to `lin <= 0` or `lin == 0`."""
+    return e.args[0].type is Type.INT and e.args[1] == INT_ZERO
+
+
+_CONDITION: dict[Op, Callable[[Expr, Index], Pieces]] = {
+    Op.AND: _and,
+    Op.OR: _or,
+    Op.LE: _le,
+    Op.EQ: _eq,
+    Op.NOT: _not,
+}
+
+
+# -- t <= b and t >= b -----------------------------------------------------------------------------
+
+
+def bounded(t: Expr, b: Expr, x: Index, *, up: bool) -> Pieces:
+    """Pieces for t <= b (`up`) or t >= b, where b is free of x."""
+    if x not in t.names:
+        return guard(at_most(t, b) if up else at_most(b, t))
+    if t.op not in _BOUND or not exact(t):
+        raise Unsolved
+    return _BOUND[t.op](t, b, x, up)
+
+
+def at_most(a: Expr, b: Expr) -> Expr:
+    """a <= b in normal form."""
+    return at_most_zero(Sum.of(a) - Sum.of(b)) or make(Op.LE, a, b)
+
+
+def _half_line(t: Expr, b: Expr, x: Index, up: bool) -> Pieces:
+    return (Piece(his=(b,)) if up else Piece(los=(b,)),)
+
+
+def _sum(t: Expr, b: Expr, x: Index, up: bool) -> Pieces:
+    """k * a + rest <= b, with one term a that holds x."""
+    total = Sum.of(t)
+    mine = [term for term in total.terms if x in term.names]
+    if len(mine) != 1 or mine[0] == t:
+        raise Unsolved
+    (a,) = mine
+    k = total.terms[a]
+    room = Sum.of(b) - (total - Sum({a: k}))
+    # k * a <= room; dividing by a negative k turns the sense
+    sign = 1 if k > 0 else -1
+    up = up == (k > 0)
+    return bounded(a, divided(room * sign, const(abs(k)), up=up), x, up=up)
+
+
+def _mul(t: Expr, b: Expr, x: Index, up: bool) -> Pieces:
+    """p * c <= b, c free of x."""
+    if any(a.is_const for a in t.args):
+        return _sum(t, b, x, up)
+    p, c = t.args if x in t.args[0].names else t.args[::-1]
+    if x in c.names:
+        raise Unsolved
+    room, size = Sum.of(b), Sum.of(c)
+    return by_sign(
+        c,
+        lambda: bounded(p, divided(room, c, up=up), x, up=up),
+        lambda: bounded(p, divided(room * -1, _whole(size * -1), up=not up), x, up=not up),
+        lambda: guard(at_most(INT_ZERO, b) if up else at_most(b, INT_ZERO)),
+    )
+
+
+def _floordiv(t: Expr, b: Expr, x: Index, up: bool) -> Pieces:
+    """p // c <= b, c free of x: p <= (b + 1) * c - 1 for c > 0, p >= (b + 1) * c + 1 for c < 0."""
+    p, c = t.args
+    if x in c.names:
+        raise Unsolved
+    edge = _whole(Sum.of(b).plus(1)) if up else b
+    limit = Sum.of(times(edge, c, reach=magnitude(bounds(p))))
+    return by_sign(
+        c,
+        lambda: bounded(p, _whole(limit.plus(-1 if up else 0)), x, up=up),
+        lambda: bounded(p, _whole(limit.plus(1 if up else 0)), x, up=not up),
+        lambda: guard(at_most(INT_ZERO, b) if up else at_most(b, INT_ZERO)),
+    )
+
+
+def _abs(t: Expr, b: Expr, x: Index, up: bool) -> Pieces:
+    p, minus = t.args[0], _whole(Sum.of(b) * -1)
+    parts = bounded(p, b, x, up=up), bounded(p, minus, x, up=not up)
+    return meet(*parts) if up else joined(parts[0] + parts[1])
+
+
+def _extreme(both_when_up: bool) -> Callable[[Expr, Expr, Index, bool], Pieces]:
+    """max(p, q) <= b asks for both, min(p, q) <= b for either."""
+
+    def rule(t: Expr, b: Expr, x: Index, up: bool) -> Pieces:
+        p, q = (bounded(a, b, x, up=up) for a in t.args)
+        return meet(p, q) if up == both_when_up else joined(p + q)
+
+    return rule
+
+
+def _where(t: Expr, b: Expr, x: Index, up: bool) -> Pieces:
+    condition, yes, no = t.args
+    return joined(
+        meet(solved(condition, x), bounded(yes, b, x, up=up))
+        + meet(solved(negation(condition), x), bounded(no, b, x, up=up))
+    )
+
+
+_BOUND: dict[Op, Callable[[Expr, Expr, Index, bool], Pieces]] = {
+    Op.INDEX: _half_line,
+    Op.ADD: _sum,
+    Op.SUB: _sum,
+    Op.NEG: _sum,
+    Op.MUL: _mul,
+    Op.FLOORDIV: _floordiv,
+    Op.ABS: _abs,
+    Op.MIN: _extreme(both_when_up=False),
+    Op.MAX: _extreme(both_when_up=True),
+    Op.WHERE: _where,
+}
+
+
+# -- arithmetic of bounds --------------------------------------------------------------------------
+
+
+def _whole(total: Sum) -> Expr:
+    """A sum as an expression; a bound that might overflow is no bound."""
+    e = total.expr()
+    if e is None:
+        raise Unsolved
+    return e
+
+
+def divided(total: Sum, divisor: Expr, *, up: bool) -> Expr:
+    """floor(total / divisor) for an upper bound, ceil for a lower one, divisor > 0."""
+    if up:
+        return normal(make(Op.FLOORDIV, _whole(total), divisor))
+    quotient = normal(make(Op.FLOORDIV, _whole(total * -1), divisor))
+    return _whole(Sum.of(quotient) * -1)
+
+
+def times(edge: Expr, c: Expr, reach: int) -> Expr:
+    """edge * c, as the end of the p with p // c == edge, where abs(p) <= reach."""
+    total, parts = Sum({}), Sum.of(edge)
+    for term, k in [*parts.terms.items(), (const(1), parts.constant)]:
+        product = normal(make(Op.MUL, term, c))
+        total += Sum.of(product) * k
+    return total.expr() or _clipped_product(edge, c, reach)
+
+
+def _clipped_product(edge: Expr, c: Expr, reach: int) -> Expr:
+    """p // c is the same for all abs(c) > reach, and never leaves -reach - 1..reach + 1."""
+    return _whole(Sum.of(make(Op.MUL, _clipped(edge, reach + 3), _clipped(c, reach + 1))))
+
+
+def _clipped(e: Expr, reach: int) -> Expr:
+    low, high = bounds(e)
+    e = e if high <= reach else make(Op.MIN, e, const(reach))
+    return e if low >= -reach else make(Op.MAX, e, const(-reach))
+
+
+def by_sign(
+    c: Expr,
+    positive: Callable[[], Pieces],
+    negative: Callable[[], Pieces],
+    zero: Callable[[], Pieces],
+) -> Pieces:
+    """The case that holds if the sign of c is known; else all three, of which a row takes one."""
+    low, high = bounds(c)
+    cases: list[tuple[bool, Expr, Callable[[], Pieces]]] = [
+        (high > 0, at_most(const(1), c), positive),
+        (low < 0, at_most(c, const(-1)), negative),
+        (low <= 0 <= high, is_zero(Sum.of(c)) or make(Op.EQ, c, INT_ZERO), zero),
+    ]
+    alive = [(g, case()) for possible, g, case in cases if possible]
+    if any(len(pieces) > 1 or not all(p.is_pure for p in pieces) for _, pieces in alive):
+        return joined(tuple(p for g, pieces in alive for p in meet(guard(g), pieces)))
+    ones = [(g, pieces[0]) for g, pieces in alive if pieces]
+    if not ones:
+        return ()
+    ends = functools.reduce(lambda no, one: _chosen(one[0], one[1], no), ones[-2::-1], ones[-1][1])
+    return _guarded(ends, either(*(both(g, *p.guards) for g, p in ones)))
+
+
+# -- disjunctions ----------------------------------------------------------------------------------
+
+
+def meet(a: Pieces, b: Pieces) -> Pieces:
+    """Where both disjunctions hold: every pair, without those that contradict themselves."""
+    if len(a) * len(b) > MAX_WORKING:
+        raise Unsolved
+    pairs = (p.meet(q) for p, q in itertools.product(a, b))
+    return tuple(p for p in pairs if not _contradictory(p.guards))
+
+
+def joined(pieces: Pieces) -> Pieces:
+    """The same union in fewer pieces, where that costs nothing."""
+    # Guards free of i and j leave one of two alive at any launch.
+    pieces = _join_exclusive(_absorbed(dict.fromkeys(pieces)), lambda guard: not indices(guard))
+    for up in (True, False):
+        pieces = _join_half_lines(pieces, up)
+    return pieces
+
+
+def _absorbed(pieces: Iterable[Piece]) -> Pieces:
+    kept: list[Piece] = []
+    for p in pieces:
+        if not any(p.implies(q) for q in kept):
+            kept = [q for q in kept if not q.implies(p)] + [p]
+    return tuple(kept)
+
+
+def _join_half_lines(pieces: Pieces, up: bool) -> Pieces:
+    """x <= a or x <= b is x <= max(a, b); a guard makes a bound that lets nothing through."""
+    mine = [p for p in pieces if p.is_pure and not (p.los if up else p.his)]
+    if len(mine) < 2:
+        return pieces
+    if not any(p.los or p.his for p in mine):
+        together = (Piece(guards=(either(*(both(*p.guards) for p in mine)),)),)
+    else:
+        outer = functools.reduce(_greatest if up else _least, (_end(p, up) for p in mine))
+        together = (Piece(his=(outer,)) if up else Piece(los=(outer,)),)
+    return together + tuple(p for p in pieces if p not in mine)
+
+
+_greatest = functools.partial(make, Op.MAX)
+_least = functools.partial(make, Op.MIN)
+
+
+def _end(p: Piece, up: bool, guarded: bool = True) -> Expr:
+    """The piece's bound on one side: far out if it has none, far in where its guards fail."""
+    far = const(FAR if up else -FAR)
+    ends = p.his if up else p.los
+    end = functools.reduce(_least if up else _greatest, ends) if ends else far
+    if not guarded or not p.guards:
+        return end
+    return make(Op.WHERE, both(*p.guards), end, const(-far.attr))
+
+
+def _join_exclusive(pieces: Pieces, take: Callable[[Expr], bool], enough: int = 1) -> Pieces:
+    """Two pure pieces are one where guards that `take` takes exclude each other.
+
+    Its ends are chosen by the guards. Where rows differ in them, a tile's visible run becomes the
+    hull of both.
+    """
+    for p, q in itertools.combinations([p for p in pieces if p.is_pure and p.guards], 2):
+        if len(pieces) <= enough:
+            break
+        ours, theirs = (tuple(filter(take, r.guards)) for r in (p, q))
+        if _contradictory(ours + theirs):
+            one = _chosen(both(*ours), p, q)
+            new = _guarded(one, either(both(*p.guards), both(*q.guards)))
+            rest = tuple(r for r in pieces if r is not p and r is not q)
+            return _join_exclusive((*new, *rest), take, enough)
+    return pieces
+
+
+def _chosen(condition: Expr, p: Piece, q: Piece) -> Piece:
+    """The ends of p where the condition holds, else those of q."""
+
+    def pick(up: bool) -> tuple[Expr, ...]:
+        if not ((p.his or q.his) if up else (p.los or q.los)):
+            return ()
+        yes, no = (_end(r, up, guarded=False) for r in (p, q))
+        return (yes if yes == no else make(Op.WHERE, condition, yes, no),)
+
+    return Piece(pick(False), pick(True))
+
+
+def _guarded(p: Piece, alive: Expr) -> Pieces:
+    return tuple(Piece(p.los, p.his, g.guards) for g in guard(alive))
+
+
+def _contradictory(guards: Sequence[Expr]) -> bool:
+    """Whether guards, as sums compared with 0, cannot hold together."""
+    if FALSE in guards:
+        return True
+    for g in guards:
+        if g.op is Op.OR:
+            rest = tuple(h for h in guards if h is not g)
+            return all(
+                _contradictory((*operands(Op.AND, case), *rest)) for case in operands(Op.OR, g)
+            )
+    sums = [(g.op, Sum.of(g.args[0])) for g in guards if g.op in (Op.LE, Op.EQ) and _integers(g)]
+    return any(_exclude(a, b) for a, b in itertools.combinations(sums, 2)) or any(
+        g.args[0] in guards for g in guards if g.op is Op.NOT
+    )
+
+
+def _exclude(a: tuple[Op, Sum], b: tuple[Op, Sum]) -> bool:
+    """p <= 0 and q <= 0 give p + q <= 0; an equation may be taken with either sign."""
+    signs = {Op.LE: (1,), Op.EQ: (1, -1)}
+    for s, t in itertools.product(signs[a[0]], signs[b[0]]):
+        total = a[1] * s + b[1] * t
+        if not total.terms and total.constant > 0:
+            return True
+    return False
+
+
+def _hull(pieces: Pieces, mask: Expr) -> Piece:
+    """One piece around all of them, with the mask itself as its condition."""
+
+    def ends(up: bool) -> tuple[Expr, ...]:
+        if not all(p.guards or (p.his if up else p.los) for p in pieces):
+            return ()
+        return (functools.reduce(_greatest if up else _least, [_end(p, up) for p in pieces]),)
+
+    return Piece(ends(False), ends(True), (), (mask,))
+
+
+# -- runs of x % C ---------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=512)
+def opened(mask: Expr, x: Index) -> Pieces:
+    """Every piece of a mask in normal form, with the first two runs of some x % C opened.
+
+    In the run C * k <= x < C * (k + 1), x % C is x - C * k and x // C is k. Beyond, the mask is
+    solved as it stands: one opaque piece would lose the half-lines that the other atoms give.
+    """
+    pieces = solved(mask, x)
+    mods = [n for n in postorder(mask) if n.op is Op.MOD and _opens(n, x)]
+    if not mods:
+        return pieces
+    c = min(n.args[1].attr for n in mods)
+    spans = [(None, -1), (0, c - 1), (c, 2 * c - 1), (2 * c, None)]
+    runs = [solved(_in_run(mask, x, c, k), x) for k in (0, 1)]
+    try:
+        cases = [
+            meet(_between(x, low, high), inside)
+            for (low, high), inside in zip(spans, [pieces, *runs, pieces], strict=True)
+        ]
+    except Unsolved:
+        return pieces
+    return joined(tuple(itertools.chain.from_iterable(cases)))
+
+
+def _opens(mod: Expr, x: Index) -> bool:
+    p, c = mod.args
+    return p == index(x) and c.is_const and bool(c.attr >= LONG_RUN)
+
+
+def _between(x: Index, low: int | None, high: int | None) -> Pieces:
+    los, his = (() if end is None else (const(end),) for end in (low, high))
+    return (Piece(los, his),)
+
+
+def _in_run(mask: Expr, x: Index, c: int, k: int) -> Expr:
+    """The mask on c * k <= x < c * (k + 1)."""
+    p, divisor = index(x), const(c)
+    known = {make(Op.MOD, p, divisor): p - c * k, make(Op.FLOORDIV, p, divisor): const(k)}
+    here = normal(rewrite(mask, lambda node: known.get(node, node)))
+    return normal(rewrite(here, lambda node: _decided(node, p, c * k, c * (k + 1) - 1)))
+
+
+def _decided(e: Expr, p: Expr, low: int, high: int) -> Expr:
+    """a * p + b <= 0 where all of low..high agree on it."""
+    if e.op is not Op.LE or not _integers(e):
+        return e
+    total = Sum.of(e.args[0])
+    if set(total.terms) != {p}:
+        return e
+    ends = [total.terms[p] * end + total.constant <= 0 for end in (low, high)]
+    return const(ends[0]) if ends[0] == ends[1] else e
+
+
+# -- in NumPy --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What each tile of rows makes of one piece: ranges of x, both ends included.
+
+    Empty where lo > hi. `full` does not know of opaque conditions.
+    """
+
+    lo: Array
+    hi: Array
+    full_lo: Array
+    full_hi: Array
+
+
+def reduce_rows(lo: Array, hi: Array, alive: Array, exists: Array) -> Runs:
+    """The runs of tiles from max(los), min(his) and all(guards) of their rows [tiles, rows]."""
+    lo, hi = np.where(alive, lo, FAR), np.where(alive, hi, -FAR)
+    seen = exists & (lo <= hi)
+    return Runs(
+        np.where(seen, lo, FAR).min(1),
+        np.where(seen, hi, -FAR).max(1),
+        np.where(exists, lo, -FAR).max(1),
+        np.where(exists, hi, FAR).min(1),
+    )
+
+
+def disjoint(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Runs [start, end) in order, each cut where the ones before it end."""
+    result, last = [], 0
+    for start, end in sorted(runs):
+        start = max(start, last)
+        if start < end:
+            result.append((start, end))
+            last = end
+    return result

@@ -1,0 +1,374 @@
+"""The public Variant: what a user declares, calls, composes and looks at."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from . import attention, explain, reference
+from .analysis.tiles import TileMap, classify
+from .binding import Bound, Sizes, bind, check_names
+from .errors import BackendUnavailable, CompositionError, InputMismatch, ScoremodError
+from .frontend.source import PythonSource, read_python, read_text_source
+from .inputs import Inputs, as_numpy, check_inputs, needs_grad
+from .origin import Both, Chained, Either, Leaf, Negated, Origin, Renamed, sources
+from .plan import Typed, typed
+from .variant import Program, read
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Self = TypeVar("Self")
+
+
+def _public(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
+    """Cut scoremod's own frames out of a user's traceback."""
+
+    @functools.wraps(method)
+    def call(self: Self, /, *args: P.args, **keywords: P.kwargs) -> R:
+        try:
+            return method(self, *args, **keywords)
+        except ScoremodError as error:
+            raise error.with_traceback(None) from None
+
+    return call
+
+
+class Variant:
+    """An attention variant: a score, a mask and captures, to be called on q, k, v.
+
+    Made by `@scoremod.variant`, `@scoremod.mask`, `scoremod.parse` or `scoremod.from_flex`, and
+    put together with `&`, `|`, `~` and `.then`.
+    """
+
+    def __init__(self, origin: Origin, fixed: Mapping[str, Any] | None = None) -> None:
+        self._origin = origin
+        self._fixed = dict(fixed or {})
+        self._program = read(origin, self._fixed)
+        self._typed: dict[Any, Typed] = {}
+
+    # -- the call
+
+    @_public
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        return_lse: bool = False,
+        scale: float | torch.Tensor | None = None,
+        q_offset: int | torch.Tensor = 0,
+        kv_lens: torch.Tensor | None = None,
+        tiles: Any = None,
+        deterministic: bool | None = None,
+        precision: str = "auto",
+        backend: str | None = None,
+        **captures: Any,
+    ) -> Any:
+        """Attention of q [B, Hq, Lq, D] over k [B, Hk, Lk, D] and v [B, Hk, Lk, Dv].
+
+        Returns out [B, Hq, Lq, Dv], or (out, lse) with lse [B, Hq, Lq] in natural log. `i` runs
+        from `q_offset` (int, or int tensor [B]); keys from `kv_lens` [B] on are not read.
+        """
+        if tiles is not None:
+            raise InputMismatch("tiles= is not supported yet")
+        inputs = check_inputs(
+            q, k, v, scale=scale, q_offset=q_offset, kv_lens=kv_lens, precision=precision
+        )
+        program, bound = self._bind(captures, inputs.sizes, inputs.q.device)
+        name, _ = attention.choose_backend(inputs, backend)
+        if name == "eager":
+            out, lse = self._oracle(inputs, captures)
+        else:
+            if needs_grad(inputs, bound):
+                raise BackendUnavailable(
+                    "gradients are not computed by the kernels yet",
+                    hint="call under torch.no_grad(), or use .eager(...), which is differentiable",
+                )
+            out, lse = attention.attend(self._type(program, bound), inputs, bound, name)
+        return (out, lse) if return_lse else out
+
+    @_public
+    def eager(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        return_lse: bool = False,
+        scale: float | torch.Tensor | None = None,
+        q_offset: int | torch.Tensor = 0,
+        kv_lens: torch.Tensor | None = None,
+        **captures: Any,
+    ) -> Any:
+        """The oracle: the same answer, dense and in float64, from a second reading of the source.
+
+        Differentiable. Takes memory for every pair (i, j); give float64 for full precision.
+        """
+        inputs = check_inputs(
+            q, k, v, scale=scale, q_offset=q_offset, kv_lens=kv_lens, precision="exact"
+        )
+        self._bind(captures, inputs.sizes, inputs.q.device)
+        out, lse = self._oracle(inputs, captures)
+        return (out, lse) if return_lse else out
+
+    def _oracle(self, inputs: Inputs, captures: Mapping[str, Any]) -> tuple[Any, Any]:
+        return reference.attend(
+            self._origin,
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            {**self._fixed, **captures},
+            scale=inputs.scale,
+            q_offset=inputs.q_offset,
+            kv_lens=inputs.kv_lens,
+        )
+
+    def _bind(
+        self, captures: Mapping[str, Any], sizes: Sizes, device: torch.device | None
+    ) -> tuple[Program, tuple[Bound, ...]]:
+        """The program for the consts of this call, and its captures' values."""
+        program = self._program
+        names = {name for name, _ in program.consts}
+        if names & captures.keys():
+            check_names(program.captures, dict(program.consts), captures)
+            program = read(self._origin, {**self._fixed, **captures})
+        consts = dict(program.consts)
+        return program, bind(program.captures, consts, captures, self._fixed, sizes, device)
+
+    def _type(self, program: Program, bound: tuple[Bound, ...]) -> Typed:
+        key = (program.consts, tuple(x.param for x in bound))
+        found = self._typed.get(key)
+        if found is None:
+            params = tuple(x.param for x in bound)
+            found = self._typed[key] = typed(program, params, self._text())
+        return found
+
+    # -- what it looks like
+
+    @_public
+    def mask_dense(
+        self,
+        q_len: int,
+        kv_len: int,
+        *,
+        b: int = 0,
+        h: int = 0,
+        q_offset: int = 0,
+        **captures: Any,
+    ) -> torch.Tensor:
+        """Which pairs attend, as bool [q_len, kv_len]; masks taken out of scores included."""
+        self._bind(captures, self._sizes(q_len, kv_len, b, h, q_offset), None)
+        return reference.mask_dense(
+            self._origin,
+            q_len,
+            kv_len,
+            {**self._fixed, **captures},
+            b=b,
+            h=h,
+            batch=b + 1,
+            q_heads=h + 1,
+            kv_heads=h + 1,
+            q_offset=q_offset,
+        )
+
+    @_public
+    def tiles(
+        self,
+        q_len: int,
+        kv_len: int,
+        *,
+        b: int = 0,
+        h: int = 0,
+        q_offset: int = 0,
+        block_m: int = 128,
+        block_n: int = 128,
+        **captures: Any,
+    ) -> TileMap:
+        """Which tiles of the score matrix are proved empty or full.
+
+        `.kind` is uint8 [q tiles, kv tiles]: 0 empty, 1 partial, 2 full, about pairs inside the
+        lengths; print it for a picture.
+        """
+        sizes = self._sizes(q_len, kv_len, b, h, q_offset)
+        program, bound = self._bind(captures, sizes, None)
+        kind = classify(
+            self._type(program, bound).mask,
+            q_len,
+            kv_len,
+            block_m=block_m,
+            block_n=block_n,
+            values=as_numpy(bound),
+            b=b,
+            h=h,
+            hk=h,
+            q_offset=q_offset,
+        )
+        return TileMap(kind, q_len, kv_len, block_m, block_n)
+
+    def _sizes(self, q_len: int, kv_len: int, b: int, h: int, q_offset: int) -> Sizes:
+        for name, value in (("q_len", q_len), ("kv_len", kv_len), ("b", b), ("h", h)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise InputMismatch(f"{name} must be an int >= 0, not {value!r}")
+        return Sizes(b + 1, h + 1, h + 1, q_len, kv_len, q_offset)
+
+    @_public
+    def explain(self) -> str:
+        """What scoremod made of the variant: simplified form, captures, mask atoms."""
+        return explain.explain(self._program, self._text())
+
+    def _text(self) -> tuple[str, ...]:
+        """The user's own words."""
+        lines: list[str] = []
+        for source in sources(self._origin):
+            lines.extend(source.text.strip("\n").splitlines())
+        return tuple(lines)
+
+    @property
+    def name(self) -> str:
+        """The name of the function or text it came from."""
+        return self._program.name
+
+    @property
+    def captures(self) -> tuple[str, ...]:
+        """The captures that a call may give, as declarations."""
+        return tuple(c.declaration for c in self._program.captures)
+
+    def __repr__(self) -> str:
+        return f"<scoremod variant {self.name}({', '.join(self.captures)})>"
+
+    def __str__(self) -> str:
+        """The variant in the mini-language."""
+        return self._program.text
+
+    def __eq__(self, other: object) -> bool:
+        """Equal when score, mask and captures say the same, wherever they were written."""
+        if not isinstance(other, Variant):
+            return NotImplemented
+        mine, theirs = self._program, other._program
+        return (mine.score, mine.mask, mine.captures, self._fixed) == (
+            theirs.score,
+            theirs.mask,
+            theirs.captures,
+            other._fixed,
+        )
+
+    def __hash__(self) -> int:
+        return hash((self._program.score, self._program.mask))
+
+    # -- algebra
+
+    @_public
+    def bind(self, **values: Any) -> Variant:
+        """Fix values of captures; a call may still override them."""
+        check_names(self._program.captures, dict(self._program.consts), values)
+        return Variant(self._origin, {**self._fixed, **values})
+
+    @_public
+    def rename(self, **names: str) -> Variant:
+        """Give captures other names: `.rename(window="far")`."""
+        origin = Renamed(self._origin, tuple(names.items()))
+        return Variant(origin, {names.get(k, k): v for k, v in self._fixed.items()})
+
+    @_public
+    def then(self, second: Variant) -> Variant:
+        """Feed this score to `second` as its `s`; the masks of both apply after both."""
+        return self._join(Chained(self._origin, _variant(second, ".then")._origin), second)
+
+    @_public
+    def __and__(self, other: Variant) -> Variant:
+        return self._join(Both(self._origin, _variant(other, "&")._origin), other)
+
+    @_public
+    def __or__(self, other: Variant) -> Variant:
+        return self._join(Either(self._origin, _variant(other, "|")._origin), other)
+
+    @_public
+    def __invert__(self) -> Variant:
+        return Variant(Negated(self._origin), self._fixed)
+
+    def _join(self, origin: Origin, other: Variant) -> Variant:
+        for name in self._fixed.keys() & other._fixed.keys():
+            if self._fixed[name] is not other._fixed[name] and (
+                isinstance(self._fixed[name], torch.Tensor)
+                or self._fixed[name] != other._fixed[name]
+            ):
+                raise CompositionError(
+                    f"both parts fix `{name}`, to different values",
+                    hint=f'.rename({name}="other_{name}") one of them',
+                )
+        return Variant(origin, {**self._fixed, **other._fixed})
+
+
+def _variant(value: object, what: str) -> Variant:
+    if not isinstance(value, Variant):
+        raise CompositionError(
+            f"{what} joins variants, but this is {type(value).__name__}",
+            hint="decorate the function with @scoremod.variant or @scoremod.mask",
+        )
+    return value
+
+
+# -- making variants ---------------------------------------------------------------------------
+
+
+def _declare(origin: Callable[[], Origin]) -> Variant:
+    try:
+        return Variant(origin())
+    except ScoremodError as error:
+        raise error.with_traceback(None) from None
+
+
+def variant(function: Callable[..., Any]) -> Variant:
+    """Declare a variant by its score: `@scoremod.variant def alibi(s, i, j, h, slopes): ...`.
+
+    The function is read, not called. Parameters that are not `s b h hk i j q_len kv_len` are
+    captures; so are free variables that hold numbers or tensors.
+    """
+    return _declare(lambda: Leaf(read_python(function, "score")))
+
+
+def mask(function: Callable[..., Any]) -> Variant:
+    """Declare a mask: a function of indices and captures that is true where i attends to j."""
+    return _declare(lambda: Leaf(read_python(function, "mask")))
+
+
+def parse(text: str, *, file: str | Path = "<text>") -> Variant:
+    """Read a variant written in the mini-language."""
+    return _declare(lambda: Leaf(read_text_source(text, str(file))))
+
+
+_FLEX_SCORE, _FLEX_MASK = ("s", "b", "h", "i", "j"), ("b", "h", "i", "j")
+
+
+def from_flex(
+    score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None
+) -> Variant:
+    """Take over FlexAttention's functions, whatever their parameters are called.
+
+    score_mod(score, b, h, q_idx, kv_idx) gives a score, mask_mod(b, h, q_idx, kv_idx) a bool;
+    tensors and numbers that they close over become captures.
+    """
+    if score_mod is None and mask_mod is None:
+        raise CompositionError("from_flex needs a score_mod, a mask_mod, or both")
+    parts = []
+    if score_mod is not None:
+        parts.append(_declare(lambda: _flex_leaf(score_mod, "score", _FLEX_SCORE)))
+    if mask_mod is not None:
+        parts.append(_declare(lambda: _flex_leaf(mask_mod, "mask", _FLEX_MASK)))
+    return parts[0] if len(parts) == 1 else parts[0] & parts[1]
+
+
+def _flex_leaf(function: Callable[..., Any], role: str, roles: tuple[str, ...]) -> Leaf:
+    source: PythonSource = read_python(function, role)
+    names = [p.name for p in source.parameters()][: len(roles)]
+    if len(names) < len(roles):
+        raise CompositionError(
+            f"a FlexAttention {role}_mod takes {len(roles)} parameters, not {len(names)}",
+            span=source.span(source.node),
+        )
+    return Leaf(read_python(function, role, tuple(zip(names, roles, strict=True))))

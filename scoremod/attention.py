@@ -1,0 +1,53 @@
+"""From a bound call to its answer: choose the backend and run it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from . import attend_cpu
+from .binding import Bound
+from .errors import BackendUnavailable
+from .inputs import Inputs
+from .plan import Typed
+
+BACKENDS = ("triton", "cpu", "eager")
+
+
+def attend(
+    program: Typed, inputs: Inputs, bound: tuple[Bound, ...], backend: str
+) -> tuple[Any, Any]:
+    """(out, lse) of a call on a backend other than eager."""
+    return attend_cpu.attend(program, inputs, bound)
+
+
+def interpreting() -> bool:
+    """Whether Triton's interpreter is asked for."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def choose_backend(inputs: Inputs, asked: str | None) -> tuple[str, str]:
+    """The backend of a call, and why."""
+    if asked is not None and asked not in BACKENDS:
+        raise BackendUnavailable(
+            f"there is no backend {asked!r}", hint=f"there are {', '.join(BACKENDS)}"
+        )
+    on_gpu = inputs.q.device.type == "cuda"
+    if asked == "triton" and not on_gpu and not interpreting():
+        raise BackendUnavailable(
+            "backend='triton' needs tensors on a GPU",
+            hint="set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter",
+        )
+    if asked == "triton" and inputs.q.dtype is torch.float64:
+        raise BackendUnavailable("float64 runs on the backends cpu and eager only")
+    if asked == "cpu" and on_gpu:
+        raise BackendUnavailable("backend='cpu' needs tensors on the CPU")
+    if asked is not None:
+        return asked, "asked for"
+    if not on_gpu:
+        return "cpu", "the tensors are on the CPU"
+    if inputs.q.dtype is torch.float64:
+        return "eager", "float64 on a GPU"
+    return "triton", "the tensors are on a GPU"

@@ -1,0 +1,102 @@
+"""Expr -> the body of a device function, in a backend's spelling.
+
+    s - slopes[h] * (i - j)   ->   return s - load_1d(slopes, h) * (i - j).to(tl.float32)
+
+Operations that several others use get a name, so that each is computed once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .ir.expr import Expr, postorder
+from .ir.ops import Op
+from .ir.show import ATOM, COMPARE
+
+# A text with how tightly its outermost operator binds.
+Text = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Infix:
+    """`left symbol right`; `symbol` binds as Python's operator of that level does."""
+
+    symbol: str
+    binding: int
+
+    def __call__(self, node: Expr, args: Sequence[Text]) -> Text:
+        left, right = args
+        # Comparisons would chain, everything else groups to the left.
+        outer = self.binding + (self.binding == COMPARE)
+        text = f"{wrap(left, outer)} {self.symbol} {wrap(right, self.binding + 1)}"
+        return text, self.binding
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """`symbol operand`."""
+
+    symbol: str
+    binding: int
+
+    def __call__(self, node: Expr, args: Sequence[Text]) -> Text:
+        return self.symbol + wrap(args[0], self.binding), self.binding
+
+
+@dataclass(frozen=True)
+class Call:
+    """`function(operands)`."""
+
+    function: str
+
+    def __call__(self, node: Expr, args: Sequence[Text]) -> Text:
+        return f"{self.function}({', '.join(text for text, _ in args)})", ATOM
+
+
+@dataclass(frozen=True)
+class Method:
+    """`operand.suffix`."""
+
+    suffix: str
+
+    def __call__(self, node: Expr, args: Sequence[Text]) -> Text:
+        return f"{wrap(args[0], ATOM)}.{self.suffix}", ATOM
+
+
+Spell = Callable[[Expr, Sequence[Text]], Text]
+Spelling = Mapping[Op, Spell]
+
+
+def wrap(text: Text, binding: int) -> str:
+    """The text, in parentheses where an operator of this binding would tear it apart."""
+    return text[0] if text[1] >= binding else f"({text[0]})"
+
+
+def emit(root: Expr, spelling: Spelling, prefix: str = "t") -> list[str]:
+    """The lines of a function body that returns `root`."""
+    shared = _shared(root)
+    lines: list[str] = []
+    texts: dict[bytes, Text] = {}
+    for node in postorder(root):
+        if node.digest in texts:
+            continue
+        text = spelling[node.op](node, [texts[a.digest] for a in node.args])
+        if node.digest in shared and node.digest != root.digest:
+            name = f"{prefix}{len(lines)}"
+            lines.append(f"{name} = {text[0]}")
+            text = (name, ATOM)
+        texts[node.digest] = text
+    return [*lines, f"return {texts[root.digest][0]}"]
+
+
+def _shared(root: Expr) -> set[bytes]:
+    """Operations with more than one user; leaves are cheap enough to repeat."""
+    uses: Counter[bytes] = Counter()
+    seen: set[bytes] = set()
+    for node in postorder(root):
+        if node.digest not in seen:
+            seen.add(node.digest)
+            uses.update(a.digest for a in node.args if a.args)
+    return {digest for digest, count in uses.items() if count > 1}

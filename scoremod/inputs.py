@@ -1,0 +1,197 @@
+"""What a call gives, checked: tensors and options.
+
+Shapes: q [B, Hq, Lq, D], k [B or 1, Hk, Lk, D], v [B or 1, Hk, Lk, Dv]; out [B, Hq, Lq, Dv] and
+lse float32 [B, Hq, Lq], natural log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .binding import Bound, Sizes
+from .errors import InputMismatch
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+PRECISIONS = ("auto", "exact", "fast")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors and options of a call, checked."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scale: float | torch.Tensor
+    q_offset: int | torch.Tensor
+    kv_lens: torch.Tensor | None
+    precision: str = "auto"
+
+    @property
+    def sizes(self) -> Sizes:
+        batch, q_heads, q_len, _ = self.q.shape
+        return Sizes(
+            batch,
+            q_heads,
+            self.k.shape[1],
+            q_len,
+            self.k.shape[2],
+            self.q_offset if isinstance(self.q_offset, int) else None,
+        )
+
+    @property
+    def gqa_group(self) -> int:
+        return self.q.shape[1] // max(1, self.k.shape[1])
+
+
+def check_inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | torch.Tensor | None,
+    q_offset: int | torch.Tensor,
+    kv_lens: torch.Tensor | None,
+    precision: str,
+) -> Inputs:
+    """Check what the caller gave; autocast's dtype is applied first."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise InputMismatch(f"{name} must be a tensor, not {type(x).__name__}")
+        if x.ndim != 4:
+            raise InputMismatch(
+                f"{name} must have 4 dimensions [batch, heads, length, head dim], "
+                f"but has shape {tuple(x.shape)}"
+            )
+    q, k, v = _autocast(q, k, v)
+    _check_dtypes(q, k, v)
+    _check_shapes(q, k, v)
+    if precision not in PRECISIONS:
+        raise InputMismatch(f"precision must be auto, exact or fast, not {precision!r}")
+    return Inputs(
+        q,
+        k,
+        v,
+        _checked_scale(scale, q),
+        _checked_offset(q_offset, q),
+        _checked_lens(kv_lens, q, k),
+        precision,
+    )
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    kind = tensors[0].device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        return tuple(x.to(dtype) if x.dtype is not torch.float64 else x for x in tensors)
+    return tensors
+
+
+def _check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    if not q.dtype == k.dtype == v.dtype:
+        raise InputMismatch(
+            f"q, k and v must share a dtype, but are {q.dtype}, {k.dtype} and {v.dtype}",
+            hint="convert them, or call under torch.autocast",
+        )
+    if q.dtype not in DTYPES:
+        raise InputMismatch(f"q, k and v must be floats (16, 32 or 64 bit), not {q.dtype}")
+    if not q.device == k.device == v.device:
+        raise InputMismatch(f"q, k and v are on {q.device}, {k.device} and {v.device}")
+
+
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.shape[3] != k.shape[3]:
+        raise InputMismatch(f"q and k must have the same head dim: {shapes}")
+    if k.shape[1:3] != v.shape[1:3]:
+        raise InputMismatch(f"k and v must have the same heads and length: {shapes}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+        raise InputMismatch(f"the query heads must be a multiple of the kv heads: {shapes}")
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[0] not in (1, q.shape[0]):
+            raise InputMismatch(f"the batch of {name} must be 1 or that of q: {shapes}")
+    if q.shape[3] == 0:
+        raise InputMismatch(f"the head dim must be at least 1: {shapes}")
+
+
+def _checked_scale(scale: float | torch.Tensor | None, q: torch.Tensor) -> float | torch.Tensor:
+    if scale is None:
+        return float(q.shape[3]) ** -0.5
+    if isinstance(scale, torch.Tensor):
+        if scale.ndim != 0 or not scale.is_floating_point():
+            raise InputMismatch(f"scale must be a 0-d float tensor, not {tuple(scale.shape)}")
+        if scale.requires_grad:
+            raise InputMismatch(
+                "scale must not require grad",
+                hint="a learned scale is a capture: multiply s by it in the variant",
+            )
+        return scale
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise InputMismatch(f"scale must be a number, not {type(scale).__name__}")
+    return float(scale)
+
+
+def _checked_offset(q_offset: int | torch.Tensor, q: torch.Tensor) -> int | torch.Tensor:
+    if isinstance(q_offset, torch.Tensor):
+        if q_offset.dtype not in (torch.int32, torch.int64) or q_offset.shape != (q.shape[0],):
+            raise InputMismatch(
+                f"q_offset must be an int or an int tensor [{q.shape[0]}], "
+                f"not {q_offset.dtype} {tuple(q_offset.shape)}"
+            )
+        return q_offset
+    if isinstance(q_offset, bool) or not isinstance(q_offset, int):
+        raise InputMismatch(f"q_offset must be an int, not {type(q_offset).__name__}")
+    if not 0 <= q_offset < 2**31 - max(1, q.shape[2]):
+        raise InputMismatch(f"q_offset must be at least 0 and below 2**31, not {q_offset}")
+    return q_offset
+
+
+def _checked_lens(
+    kv_lens: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor
+) -> torch.Tensor | None:
+    if kv_lens is None:
+        return None
+    if not isinstance(kv_lens, torch.Tensor) or kv_lens.shape != (q.shape[0],):
+        shape = tuple(getattr(kv_lens, "shape", ()))
+        raise InputMismatch(f"kv_lens must be an int32 tensor [{q.shape[0]}], not {shape}")
+    if kv_lens.dtype not in (torch.int32, torch.int64):
+        raise InputMismatch(f"kv_lens must be int32, not {kv_lens.dtype}")
+    if kv_lens.device != q.device:
+        raise InputMismatch(f"kv_lens is on {kv_lens.device}, but q is on {q.device}")
+    return kv_lens
+
+
+def empty_like_q(q: torch.Tensor, v_head_dim: int) -> torch.Tensor:
+    """An output with q's dimension order in memory: a transposed view gives a transposed one."""
+    order = sorted(range(3), key=lambda axis: -q.stride(axis))
+    shape = (*q.shape[:3], v_head_dim)
+    out = torch.empty([*(shape[axis] for axis in order), v_head_dim], dtype=q.dtype, device=q.device)
+    inverse = sorted(range(3), key=order.__getitem__)
+    return out.permute(*inverse, 3)
+
+
+def needs_grad(inputs: Inputs, bound: tuple[Bound, ...]) -> bool:
+    """Whether the call would have to record a backward."""
+    tensors = [inputs.q, inputs.k, inputs.v, *(x.value for x in bound)]
+    return torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in tensors
+    )
+
+
+
+
+def as_numpy(bound: tuple[Bound, ...], *, float64: bool = False) -> Mapping[str, Any]:
+    """Captured values for the analysis on the host: NumPy arrays, floats rounded to float32."""
+    values = {}
+    for item in bound:
+        value = torch.as_tensor(item.value).detach().cpu()
+        if value.is_floating_point():
+            value = value.to(torch.float64 if float64 else torch.float32)
+        elif value.dtype is not torch.bool:
+            value = value.to(torch.int64)
+        values[item.param.name] = value.numpy()
+    return values

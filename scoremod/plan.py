@@ -1,0 +1,124 @@
+"""Every decision about a kernel, as data; a template only writes a plan down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .ir.capture import Kind
+from .ir.expr import TRUE, Expr, resolve
+from .ir.capture import ELEMENTS
+from .ir.ops import Type
+from .passes.assume import assume
+from .passes.simplify import simplify
+from .variant import S, Program
+
+# What every device function takes before the captures, in this order.
+INDICES = ("s", "b", "h", "hk", "i", "j", "q_len", "kv_len")
+
+
+@dataclass(frozen=True)
+class Param:
+    """A captured value as a kernel argument."""
+
+    name: str
+    kind: Kind
+    element: str  # a word of ELEMENTS: the storage of a table or 0-d tensor
+    rank: int = 0
+    by_value: bool = True  # a scalar that is passed itself, not by a pointer to it
+
+    @property
+    def type(self) -> Type:
+        return ELEMENTS[self.element]
+
+
+@dataclass(frozen=True)
+class DeviceFunction:
+    """The user's score or mask as a function of its own, called by the kernel."""
+
+    name: str
+    params: tuple[Param, ...]
+    body: Expr
+    text: tuple[str, ...] = ()  # the user's words, as comments
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A program with every type known, simplified: what backends start from."""
+
+    name: str
+    score: Expr
+    mask: Expr
+    params: tuple[Param, ...]
+    text: tuple[str, ...]
+
+    @property
+    def score_function(self) -> DeviceFunction | None:
+        """The score, unless it is s itself."""
+        if self.score == S:
+            return None
+        return DeviceFunction(f"{self.name}_score", self.params, self.score)
+
+    @property
+    def mask_function(self) -> DeviceFunction | None:
+        """The mask, unless every pair attends."""
+        if self.mask == TRUE:
+            return None
+        return DeviceFunction(f"{self.name}_mask", self.params, self.mask)
+
+
+def typed(program: Program, params: tuple[Param, ...], text: tuple[str, ...] = ()) -> Typed:
+    """Give captures their types and simplify."""
+    types = {p.name: p.type for p in params}
+    score = simplify(resolve(program.score, types))
+    mask = simplify(resolve(program.mask, types))
+    return Typed(program.name, score, mask, params, text)
+
+
+def assumed_params(program: Program, given: dict[str, str] | None = None) -> tuple[Param, ...]:
+    """The parameters where no call decides: declared, given, or assumed from their use."""
+    given = given or {}
+    guesses = assume((program.score, program.mask))
+    params = []
+    for found in program.captures:
+        element = given.get(found.name) or found.element or guesses.get(found.name, "f32")
+        rank = len(found.dims) if found.dims is not None else found.rank
+        params.append(Param(found.name, found.kind, element, rank))
+    return tuple(params)
+
+
+@dataclass(frozen=True)
+class CpuPlan:
+    """The tiled PyTorch program of the CPU backend."""
+
+    title: str
+    comments: tuple[str, ...]
+    functions: tuple[DeviceFunction, ...]
+    score: DeviceFunction | None
+    mask: DeviceFunction | None
+    params: tuple[Param, ...]
+    float_type: str  # torch.float32, or torch.float64 for float64 inputs
+    has_kv_lens: bool
+
+    @property
+    def masked(self) -> bool:
+        """Whether a tile may hold a pair that does not attend."""
+        return self.mask is not None or self.has_kv_lens
+
+
+def cpu_plan(program: Typed, *, float64: bool, has_kv_lens: bool) -> CpuPlan:
+    """Decide the CPU program."""
+    score, mask = program.score_function, program.mask_function
+    return CpuPlan(
+        title=f"Attention forward for `{program.name}` on the CPU: tiled PyTorch",
+        comments=program.text,
+        functions=tuple(f for f in (score, mask) if f is not None),
+        score=score,
+        mask=mask,
+        params=program.params,
+        float_type="torch.float64" if float64 else "torch.float32",
+        has_kv_lens=has_kv_lens,
+    )
+
+
+TEMPLATES: dict[str, type[Any]] = {"cpu/attention_fwd.py": CpuPlan}

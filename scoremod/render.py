@@ -1,0 +1,78 @@
+"""Fill a template with a plan: text that reads top to bottom, contains all it calls, and runs."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from typing import Any
+
+import jinja2
+
+from .backends.base import Backend
+from .plan import DeviceFunction, Param
+from .resources import path, read_text
+
+SHARED = "# -- shared steps"
+
+
+def render(template: str, plan: Any, backend: Backend) -> str:
+    """The text of `template` for `plan`, with the shared steps that it calls."""
+    environment = _environment(backend)
+    text = environment.get_template(f"{template}.jinja").render(plan=plan)
+    return _with_shared_steps(text, backend.templates)
+
+
+def _environment(backend: Backend) -> jinja2.Environment:
+    def spell(value: Any) -> Any:
+        """What a plan field looks like where a template names it."""
+        if isinstance(value, DeviceFunction):
+            return backend.define(value)
+        if isinstance(value, tuple) and all(isinstance(p, Param) for p in value):
+            return "".join(f", {p.name}" for p in value)
+        return value
+
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(path("templates") / backend.templates),
+        line_statement_prefix="#%",
+        line_comment_prefix="##",
+        undefined=jinja2.StrictUndefined,
+        finalize=spell,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+# -- shared steps ------------------------------------------------------------------------------
+
+
+@functools.cache
+def _steps(folder: str) -> dict[str, tuple[str, frozenset[str]]]:
+    """The functions of a folder's tile.py: text, and the names each one uses."""
+    text = read_text(f"templates/{folder}/tile.py")
+    lines = text.splitlines()
+    found = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            body = "\n".join(lines[first - 1 : node.end_lineno])
+            found[node.name] = (body, _names(node))
+    return found
+
+
+def _names(node: ast.AST) -> frozenset[str]:
+    return frozenset(n.id for n in ast.walk(node) if isinstance(n, ast.Name))
+
+
+def _with_shared_steps(text: str, folder: str) -> str:
+    """Copy in the steps that the text calls, and those that they call, in tile.py's order."""
+    steps = _steps(folder)
+    needed: set[str] = set()
+    todo = [_names(ast.parse(text))]
+    while todo:
+        fresh = (todo.pop() & steps.keys()) - needed
+        needed |= fresh
+        todo.extend(steps[name][1] for name in fresh)
+    bodies = [body for name, (body, _) in steps.items() if name in needed]
+    block = "\n\n\n".join([SHARED, *bodies])
+    return text.replace(SHARED, block)
