@@ -1,0 +1,138 @@
+"""Run the CPU backend: render and compile once, plan the kv tiles on the host, fill the output."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+
+from .analysis.tiles import EMPTY, FULL, PARTIAL, classify
+from .backends.cpu import CPU
+from .binding import Bound
+from .inputs import Inputs, as_numpy, empty_like_q
+from .ir.ops import Type
+from .plan import CpuPlan, Typed, cpu_plan
+from .render import render
+
+# Scores that one tile may hold, over all batches and heads: 16 MiB of float32.
+TILE_ELEMENTS = 2**22
+# Structures that are classified one by one; beyond it, every tile is masked.
+MAX_STRUCTURES = 256
+
+Schedule = list[tuple[int, int, list[tuple[int, int, bool]]]]
+
+
+def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[Any, Any]:
+    """Attention on the CPU: (out, lse)."""
+    float64 = inputs.q.dtype is torch.float64
+    plan = cpu_plan(program, float64=float64, has_kv_lens=inputs.kv_lens is not None)
+    kernel = _compiled(source(plan))
+    q, k, v = inputs.q, inputs.k, inputs.v
+    batch, kv_heads = q.shape[0], k.shape[1]
+    out = empty_like_q(q, v.shape[3])
+    lse = torch.empty(q.shape[:3], dtype=torch.float64 if float64 else torch.float32)
+    heads = (kv_heads, inputs.gqa_group)
+    kernel(
+        q.detach().unflatten(1, heads),
+        k.detach().expand(batch, -1, -1, -1),
+        v.detach().expand(batch, -1, -1, -1),
+        out.unflatten(1, heads),
+        lse.unflatten(1, heads),
+        inputs.scale,
+        _per_batch(inputs.q_offset),
+        _per_batch(inputs.kv_lens),
+        schedule(program, inputs, bound),
+        *(_argument(x, plan) for x in bound),
+    )
+    return out, lse
+
+
+def source(plan: CpuPlan) -> str:
+    """The program's text."""
+    return render("attention_fwd.py", plan, CPU)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(text: str) -> Callable[..., None]:
+    kernel: Callable[..., None] = CPU.compile(text)["attention_fwd"]
+    return kernel
+
+
+def _per_batch(value: int | torch.Tensor | None) -> Any:
+    return value.to(torch.int64).view(-1, 1, 1, 1, 1) if isinstance(value, torch.Tensor) else value
+
+
+def _argument(item: Bound, plan: CpuPlan) -> torch.Tensor:
+    """A scalar as a 0-d tensor of the program's types; a table as it is."""
+    value = torch.as_tensor(item.value).detach()
+    if item.param.rank or value.dtype is torch.bool:
+        return value
+    if item.param.type is Type.INT:
+        return value.to(torch.int64)
+    return value.to(torch.float64 if plan.float_type == "torch.float64" else torch.float32)
+
+
+# -- which tiles to visit ----------------------------------------------------------------------
+
+
+def blocks(inputs: Inputs) -> tuple[int, int]:
+    """(BLOCK_M, BLOCK_N): as large as TILE_ELEMENTS lets them be."""
+    heads = max(1, inputs.q.shape[0] * inputs.q.shape[1])
+    block_m, block_n = 128, 256
+    while heads * block_m * block_n > TILE_ELEMENTS and block_n > 32:
+        block_m, block_n = max(32, block_m // 2), block_n // 2
+    return block_m, block_n
+
+
+def schedule(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Schedule:
+    """For each q tile its rows and the kv tiles to visit: (start, end, masked)."""
+    block_m, block_n = blocks(inputs)
+    q_len, kv_len = inputs.q.shape[2], inputs.k.shape[2]
+    kind = _kinds(program, inputs, as_numpy(bound, float64=inputs.q.dtype is torch.float64))
+    visible = kv_len if inputs.kv_lens is None else min(kv_len, int(inputs.kv_lens.amax().item()))
+    result: Schedule = []
+    for m, start_m in enumerate(range(0, q_len, block_m)):
+        row = [
+            (n * block_n, min(kv_len, (n + 1) * block_n), bool(kind[m, n] != FULL))
+            for n in range(-(-visible // block_n))
+            if kind[m, n] != EMPTY
+        ]
+        result.append((start_m, min(q_len, start_m + block_m), row))
+    return result
+
+
+def _kinds(program: Typed, inputs: Inputs, values: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    """The kind of each tile for all batches and heads together."""
+    block_m, block_n = blocks(inputs)
+    q_len, kv_len = inputs.q.shape[2], inputs.k.shape[2]
+    shape = (-(-q_len // block_m), -(-kv_len // block_n))
+    structures = _structures(program, inputs)
+    if len(structures) > MAX_STRUCTURES:
+        return np.full(shape, PARTIAL, np.uint8)
+    kinds = [
+        classify(
+            program.mask, q_len, kv_len, block_m=block_m, block_n=block_n, values=values,
+            b=b, h=h, hk=h // inputs.gqa_group, q_offset=offset,
+        )
+        for b, h, offset in structures
+    ]  # fmt: skip
+    if not kinds:
+        return np.full(shape, EMPTY, np.uint8)
+    stacked = np.stack(kinds)
+    same = (stacked == stacked[0]).all(0)
+    return np.where(same, stacked[0], PARTIAL)
+
+
+def _structures(program: Typed, inputs: Inputs) -> list[tuple[int, int, int]]:
+    """The (batch, head, q_offset) whose masks can differ."""
+    batch, q_heads = inputs.q.shape[:2]
+    offsets = inputs.q_offset
+    per_batch = offsets.tolist() if isinstance(offsets, torch.Tensor) else [offsets] * batch
+    reads_b = "b" in program.mask.names
+    by_batch = sorted({(b if reads_b else 0, offset) for b, offset in enumerate(per_batch)})
+    heads = range(q_heads) if program.mask.names & {"h", "hk"} else range(1)
+    return [(b, h, offset) for (b, offset), h in product(by_batch, heads)]

@@ -7,20 +7,21 @@ from typing import Any
 
 import torch
 
-from . import attend_cpu
+from . import attend_cpu, attend_triton
 from .binding import Bound
 from .errors import BackendUnavailable
 from .inputs import Inputs
 from .plan import Typed
 
 BACKENDS = ("triton", "cpu", "eager")
+RUN = {"cpu": attend_cpu.attend, "triton": attend_triton.attend}
 
 
 def attend(
     program: Typed, inputs: Inputs, bound: tuple[Bound, ...], backend: str
 ) -> tuple[Any, Any]:
     """(out, lse) of a call on a backend other than eager."""
-    return attend_cpu.attend(program, inputs, bound)
+    return RUN[backend](program, inputs, bound)
 
 
 def interpreting() -> bool:

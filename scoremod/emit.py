@@ -74,28 +74,28 @@ def wrap(text: Text, binding: int) -> str:
     return text[0] if text[1] >= binding else f"({text[0]})"
 
 
-def emit(root: Expr, spelling: Spelling, prefix: str = "t") -> list[str]:
-    """The lines of a function body that returns `root`."""
-    shared = _shared(root)
+def emit(roots: Sequence[Expr], spelling: Spelling, prefix: str = "t") -> list[str]:
+    """The lines of a function body that returns the roots."""
+    shared = _shared(roots)
     lines: list[str] = []
     texts: dict[bytes, Text] = {}
-    for node in postorder(root):
+    for node in postorder(*roots):
         if node.digest in texts:
             continue
         text = spelling[node.op](node, [texts[a.digest] for a in node.args])
-        if node.digest in shared and node.digest != root.digest:
+        if node.digest in shared:
             name = f"{prefix}{len(lines)}"
             lines.append(f"{name} = {text[0]}")
             text = (name, ATOM)
         texts[node.digest] = text
-    return [*lines, f"return {texts[root.digest][0]}"]
+    return [*lines, f"return {', '.join(texts[r.digest][0] for r in roots)}"]
 
 
-def _shared(root: Expr) -> set[bytes]:
+def _shared(roots: Sequence[Expr]) -> set[bytes]:
     """Operations with more than one user; leaves are cheap enough to repeat."""
     uses: Counter[bytes] = Counter()
     seen: set[bytes] = set()
-    for node in postorder(root):
+    for node in postorder(*roots):
         if node.digest not in seen:
             seen.add(node.digest)
             uses.update(a.digest for a in node.args if a.args)

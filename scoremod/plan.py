@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .ir.capture import Kind
 from .ir.expr import TRUE, Expr, resolve
-from .ir.capture import ELEMENTS
+from .ir.capture import ELEMENTS, Kind
 from .ir.ops import Type
 from .passes.assume import assume
 from .passes.simplify import simplify
@@ -38,8 +37,8 @@ class DeviceFunction:
 
     name: str
     params: tuple[Param, ...]
-    body: Expr
-    text: tuple[str, ...] = ()  # the user's words, as comments
+    body: tuple[Expr, ...]  # what it returns: one value, or several
+    doc: str
 
 
 @dataclass(frozen=True)
@@ -57,14 +56,18 @@ class Typed:
         """The score, unless it is s itself."""
         if self.score == S:
             return None
-        return DeviceFunction(f"{self.name}_score", self.params, self.score)
+        return DeviceFunction(
+            f"{self.name}_score", self.params, (self.score,), "The score of a pair."
+        )
 
     @property
     def mask_function(self) -> DeviceFunction | None:
         """The mask, unless every pair attends."""
         if self.mask == TRUE:
             return None
-        return DeviceFunction(f"{self.name}_mask", self.params, self.mask)
+        return DeviceFunction(
+            f"{self.name}_mask", self.params, (self.mask,), "Whether a pair attends."
+        )
 
 
 def typed(program: Program, params: tuple[Param, ...], text: tuple[str, ...] = ()) -> Typed:

@@ -146,7 +146,7 @@ class _Elementwise(torch.autograd.Function):
 def _compute(f: Callable[..., Tensor], *operands: Tensor) -> Tensor:
     if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
         # Expanded first: a number shared by all pairs sums its gradient after the selection.
-        return _Elementwise.apply(f, *torch.broadcast_tensors(*operands))  # type: ignore[no-any-return]
+        return _Elementwise.apply(f, *torch.broadcast_tensors(*operands))  # type: ignore[no-any-return, no-untyped-call]
     return f(*operands)
 
 
@@ -172,12 +172,12 @@ def _convert(value: Value, kind: Kind) -> Value:
     if kind is Kind.BOOL:
         return _decide(lambda x: x != 0, value)
     if kind is Kind.INT:
-        return _decide(lambda x: _saturated(torch.trunc(x)), value)
+        return _decide(_saturated, value)
     return _result(value.data.double(), value.data.to(value.precision), [value])
 
 
 def _saturated(x: Tensor) -> Tensor:
-    """A whole number as int64: nan gives 0, and what is out of range saturates."""
+    """Truncated to int64: nan gives 0, and what is out of range saturates."""
     if not x.is_floating_point():
         return x.long()
     low, high = x < -(2.0**63), x >= 2.0**63
@@ -612,12 +612,11 @@ class Table:
             limit = self.tensor.shape[axis] if extent is None else extent
             within = (index.data >= 0) & (index.data < limit)
             inside = inside & within
-            positions.append(
-                torch.where(within, index.data, 0) if extent is None else index.data * 0
-            )
+            read = within if extent is None else torch.zeros_like(within)
+            positions.append(torch.where(read, index.data, 0))
         if self.tensor.numel() == 0:
             return self.tensor.new_zeros(inside.shape)
-        return torch.where(inside, self.tensor[tuple(positions)], 0)
+        return self.tensor[tuple(positions)].masked_fill(~inside, 0)
 
     def _broadcast(self, axis: int) -> float | None:
         """The size that a dimension of length 1 is broadcast to, if it is one of the known."""
@@ -1506,7 +1505,7 @@ TEXT_EXPRESSIONS: dict[str, Callable[..., Thing]] = {
     "bitand": _infix("&"),
     "bitor": _infix("|"),
     "bitxor": _infix("^"),
-    "power": _infix("**"),
+    "power": lambda reader, base, *rest: reader.binary(base, "**", rest[-1]),
     "prefix": _TextReader.prefix,
     "not_": lambda reader, operand: reader.prefix("not", operand),
     "and_": _joined("and"),
@@ -1672,7 +1671,8 @@ def _dense(
 
 def _softmax(score: Tensor) -> tuple[Tensor, Tensor]:
     """Weights and log-sum-exp of each row; a row of -inf has weights 0."""
-    none = torch.full_like(score[..., :1], -math.inf)  # there is a maximum even without a key
+    # With one -inf more there is a maximum even without a key.
+    none = score.new_full((*score.shape[:-1], 1), -math.inf)
     top = torch.cat([score, none], -1).detach().amax(-1, keepdim=True)
     empty = top == -math.inf
     top = torch.where(empty, 0, top)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from typing import Any
 
 import jinja2
@@ -17,18 +18,18 @@ SHARED = "# -- shared steps"
 
 def render(template: str, plan: Any, backend: Backend) -> str:
     """The text of `template` for `plan`, with the shared steps that it calls."""
-    environment = _environment(backend)
+    environment = _environment(backend, plan)
     text = environment.get_template(f"{template}.jinja").render(plan=plan)
-    return _with_shared_steps(text, backend.templates)
+    return _tidy(_with_shared_steps(text, backend.templates))
 
 
-def _environment(backend: Backend) -> jinja2.Environment:
+def _environment(backend: Backend, plan: Any) -> jinja2.Environment:
     def spell(value: Any) -> Any:
         """What a plan field looks like where a template names it."""
         if isinstance(value, DeviceFunction):
-            return backend.define(value)
+            return backend.define(value, plan)
         if isinstance(value, tuple) and all(isinstance(p, Param) for p in value):
-            return "".join(f", {p.name}" for p in value)
+            return "".join(f", {name}" for name in backend.names(value))
         return value
 
     return jinja2.Environment(
@@ -41,6 +42,34 @@ def _environment(backend: Backend) -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
+
+
+def _tidy(text: str) -> str:
+    """Blank lines as people set them: Jinja's line statements swallow those around them."""
+    head, *blocks = re.split(r"\n+(?=@|def |# -- )", text.strip("\n"))
+    return "\n\n\n".join([head, *(_sections(b) for b in _decorated(blocks))]) + "\n"
+
+
+def _decorated(blocks: list[str]) -> list[str]:
+    """Decorators joined with what they decorate."""
+    joined: list[str] = []
+    for block in blocks:
+        if joined and joined[-1].startswith("@") and "\n" not in joined[-1]:
+            joined[-1] += "\n" + block
+        else:
+            joined.append(block)
+    return joined
+
+
+def _sections(block: str) -> str:
+    """A blank line before each comment that heads a section of a function."""
+    lines: list[str] = []
+    for line in block.split("\n"):
+        opens = lines and not lines[-1].rstrip().endswith((":", "(")) and lines[-1].strip()
+        if line.lstrip().startswith("# ") and opens and not lines[-1].lstrip().startswith("#"):
+            lines.append("")
+        lines.append(line)
+    return re.sub(r"\n\n\n+", "\n\n", "\n".join(lines)).rstrip()
 
 
 # -- shared steps ------------------------------------------------------------------------------

@@ -300,9 +300,9 @@ def tree(b, i, j, enter: "tensor[B, L]", leave: "tensor[B, L]"):
 def tree_table(b, i, j, prefix: "tensor[B]", ancestor: "bool[B, Nodes, Nodes]"):
     """A prefix seen by all, then a tree given as a table (Medusa; EAGLE-2 verification).
 
-    prefix: int [B], length of the prefix, at which the nodes start; give `q_offset=prefix` when
-    only nodes are queries. ancestor: bool [B, nodes, nodes], whether node `column` is an ancestor of node
-    `row` or itself.
+    prefix: int [B], its length, where the nodes start; give `q_offset=prefix` when only nodes are
+    queries. ancestor: bool [B, nodes, nodes], whether node `column` is an ancestor of node `row` or
+    `row` itself.
     """
     return j < prefix[b] or ancestor[b, i - prefix[b], j - prefix[b]]
 

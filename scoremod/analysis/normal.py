@@ -74,9 +74,9 @@ class Sum:
         """The sum and a number."""
         return Sum(self.terms, self.constant + number)
 
-    def only(self, keep: Callable[[Expr], bool]) -> Sum:
-        """The terms that `keep` takes, without the constant."""
-        return Sum({t: k for t, k in self.terms.items() if keep(t)})
+    def part(self, x: str) -> Sum:
+        """The terms that depend on just that index, without the constant."""
+        return Sum({t: k for t, k in self.terms.items() if indices(t) == {x}})
 
     @property
     def indices(self) -> frozenset[str]:
@@ -99,7 +99,7 @@ class Sum:
 
 
 def _spelled(total: Sum, span: Span | None) -> Expr:
-    ordered = sorted(total.terms.items(), key=lambda item: (item[1] < 0, _text(item[0])))
+    ordered = sorted(total.terms.items(), key=_order)
     result: Expr | None = None
     for term, k in ordered:
         size = term if abs(k) == 1 else make(Op.MUL, const(abs(k)), term)
@@ -112,6 +112,10 @@ def _spelled(total: Sum, span: Span | None) -> Expr:
         op = Op.ADD if total.constant > 0 else Op.SUB
         result = make(op, result, const(abs(total.constant)))
     return with_span(result, span)
+
+
+def _order(item: tuple[Expr, int]) -> tuple[bool, bool, str]:
+    return item[1] < 0, not indices(item[0]), _text(item[0])
 
 
 @functools.lru_cache(maxsize=4096)

@@ -161,14 +161,17 @@ def _or(e: Expr, x: Index) -> Pieces:
 
 
 def _le(e: Expr, x: Index) -> Pieces:
-    return bounded(e.args[0], INT_ZERO, x, up=True) if _integers(e) else _opaque(e)
+    a, b = e.args
+    if a.type is not Type.INT or (x in a.names and x in b.names):
+        return _opaque(e)
+    return bounded(b, a, x, up=False) if x in b.names else bounded(a, b, x, up=True)
 
 
 def _eq(e: Expr, x: Index) -> Pieces:
-    if not _integers(e):
+    a, b = e.args if x in e.args[0].names else e.args[::-1]
+    if a.type is not Type.INT or x in b.names:
         return _opaque(e)
-    t = e.args[0]
-    return meet(bounded(t, INT_ZERO, x, up=True), bounded(t, INT_ZERO, x, up=False))
+    return meet(bounded(a, b, x, up=True), bounded(a, b, x, up=False))
 
 
 def _not(e: Expr, x: Index) -> Pieces:
@@ -557,16 +560,24 @@ class Runs:
     full_lo: Array
     full_hi: Array
 
+    @property
+    def ends(self) -> tuple[Array, Array, Array, Array]:
+        """lo, hi, full_lo, full_hi."""
+        return self.lo, self.hi, self.full_lo, self.full_hi
 
-def reduce_rows(lo: Array, hi: Array, alive: Array, exists: Array) -> Runs:
-    """The runs of tiles from max(los), min(his) and all(guards) of their rows [tiles, rows]."""
+
+def reduce_rows(lo: Array, hi: Array, alive: Array, starts: Array) -> Runs:
+    """The runs of tiles, from max(los), min(his) and all(guards) of every row that exists.
+
+    `starts` are the first rows of the tiles.
+    """
     lo, hi = np.where(alive, lo, FAR), np.where(alive, hi, -FAR)
-    seen = exists & (lo <= hi)
+    seen = lo <= hi
     return Runs(
-        np.where(seen, lo, FAR).min(1),
-        np.where(seen, hi, -FAR).max(1),
-        np.where(exists, lo, -FAR).max(1),
-        np.where(exists, hi, FAR).min(1),
+        np.minimum.reduceat(np.where(seen, lo, FAR), starts),
+        np.maximum.reduceat(np.where(seen, hi, -FAR), starts),
+        np.maximum.reduceat(lo, starts),
+        np.minimum.reduceat(hi, starts),
     )
 
 

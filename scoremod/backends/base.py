@@ -1,13 +1,12 @@
-"""What a backend is: a name, a folder of templates, a spelling, and a way to compile text."""
+"""What a backend is: a name, a folder of templates, how a function is spelled, and a way to compile text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..emit import Spelling
-from ..plan import DeviceFunction
+from ..plan import DeviceFunction, Param
 
 
 @dataclass(frozen=True)
@@ -16,6 +15,6 @@ class Backend:
 
     name: str
     templates: str  # folder below templates/
-    spelling: Spelling
-    define: Callable[[DeviceFunction], str]  # a device function as text
-    compile: Callable[[str], Any]
+    define: Callable[[DeviceFunction, Any], str]  # a device function of a plan as text
+    names: Callable[[Sequence[Param]], list[str]]  # the arguments that captures become
+    compile: Callable[..., Any]

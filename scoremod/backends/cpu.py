@@ -15,7 +15,7 @@ from ..emit import Call, Infix, Method, Prefix, Spelling, Text, emit
 from ..ir.expr import Expr
 from ..ir.ops import Op, Type
 from ..ir.show import ATOM, BITAND, BITOR, COMPARE, PRODUCT, SUM, UNARY
-from ..plan import INDICES, DeviceFunction
+from ..plan import INDICES, CpuPlan, DeviceFunction, Param
 from .base import Backend
 
 
@@ -109,12 +109,11 @@ SPELLING: Spelling = {
 }
 
 
-def define(function: DeviceFunction) -> str:
+def define(function: DeviceFunction, plan: CpuPlan) -> str:
     """The user's score or mask as a Python function of tensors."""
     params = ", ".join((*INDICES, *(p.name for p in function.params)))
-    comments = [f"    # {line}" for line in function.text]
     body = [f"    {line}" for line in emit(function.body, SPELLING)]
-    return "\n".join([f"def {function.name}({params}):", *comments, *body])
+    return "\n".join([f"def {function.name}({params}):", f'    """{function.doc}"""', *body])
 
 
 def compile_text(text: str) -> dict[str, Any]:
@@ -127,4 +126,9 @@ def compile_text(text: str) -> dict[str, Any]:
     return scope
 
 
-CPU = Backend("cpu", "cpu", SPELLING, define, compile_text)
+def parameter_names(params: Sequence[Param]) -> list[str]:
+    """Each capture is one argument."""
+    return [p.name for p in params]
+
+
+CPU = Backend("cpu", "cpu", define, parameter_names, compile_text)

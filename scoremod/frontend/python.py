@@ -174,6 +174,11 @@ class _Reader:
         if self.function is None and node.id == self.source.self_name:
             owner = self.source.owner
             return Object(owner, FreeVariable(("self", id(owner)), lambda: owner, node.id))
+        if node.id in self.own_code.co_varnames and node.id not in dict(self.source.fixed):
+            raise UnknownName(
+                f"`{node.id}` is assigned later, or on some paths only", span=span,
+                hint="assign it before it is read",
+            )  # fmt: skip
         if self.function is None:
             found = self.source.free(node.id)
         else:
@@ -181,6 +186,11 @@ class _Reader:
         if found is None:
             raise names.unknown(node.id, span)
         return self.free(node.id, found, span)
+
+    @property
+    def own_code(self) -> types.CodeType:
+        """The code of the function whose body is read."""
+        return (self.function or self.source.function).__code__
 
     def free(self, name: str, found: FreeVariable, span: Span) -> Value:
         """A free variable: a number or tensor is a capture, anything else a Python object."""
@@ -235,11 +245,14 @@ class _Reader:
     def block(self, body: list[ast.stmt], environment: Environment) -> Value | None:
         """Run statements; the value returned, or None when the end is reached."""
         for position, statement in enumerate(body):
+            rest = body[position + 1 :]
             if isinstance(statement, ast.If):
-                return_early, value = self.if_(statement, body[position + 1 :], environment)
+                return_early, value = self.if_(statement, rest, environment)
                 if return_early:
                     return value
                 continue
+            if isinstance(statement, ast.For) and _returns(statement):
+                return self.block([*self.unrolled(statement, environment), *rest], environment)
             run = _STATEMENTS.get(type(statement))
             if run is None:
                 raise _unsupported(statement, self.span(statement))
@@ -321,9 +334,14 @@ class _Reader:
             raise UnsupportedPython("only a tuple can be unpacked", span=self.span(node))
         return value
 
-    def for_(self, node: ast.For, environment: Environment) -> Value | None:
+    def for_(self, node: ast.For, environment: Environment) -> None:
+        self.block(self.unrolled(node, environment), environment)
+
+    def unrolled(self, node: ast.For, environment: Environment) -> list[ast.stmt]:
+        """The statements of all steps, each begun by an assignment of the loop variable."""
         if node.orelse:
             raise _unsupported(node, self.span(node))
+        statements: list[ast.stmt] = []
         for value in self.steps_of(node, environment):
             self.steps[0] += 1
             if self.steps[0] > names.MAX_LOOP:
@@ -331,11 +349,8 @@ class _Reader:
                     f"the loops take more than {names.MAX_LOOP} steps", span=self.span(node),
                     hint="loops are unrolled; read a table instead",
                 )  # fmt: skip
-            self.bind(node.target, value, environment)
-            returned = self.block(list(node.body), environment)
-            if returned is not None:
-                return returned
-        return None
+            statements += [_Step(node.target, value), *node.body]
+        return statements
 
     def steps_of(self, node: ast.For, environment: Environment) -> Iterator[Value]:
         """The values of a constant loop."""
@@ -530,6 +545,8 @@ class _Reader:
             raise TypeMismatch("only a function can be called", span=self.span(node.func))
         if function.value is len:
             return self.length(node, environment)
+        if function.value is float and len(node.args) == 1 and _is_text(node.args[0]):
+            return self.float_text(node)
         name = language_name(function.value)
         if name == "const":
             return self.const_call(node, environment)
@@ -596,6 +613,14 @@ class _Reader:
         if word.startswith("bool"):
             return make(Op.BOOL, receiver, span=self.span(node))
         raise UnsupportedPython(f"`.to({word})` is not supported", span=self.span(node))
+
+    def float_text(self, node: ast.Call) -> Expr:
+        """`float("-inf")`."""
+        text = node.args[0].value  # type: ignore[attr-defined]
+        try:
+            return const(float(text), self.span(node))
+        except ValueError:
+            raise TypeMismatch(f"{text!r} is not a number", span=self.span(node)) from None
 
     def length(self, node: ast.Call, environment: Environment) -> Expr:
         value = self.value(node.args[0], environment)
@@ -671,6 +696,14 @@ class _Reader:
             )  # fmt: skip
 
 
+class _Step(ast.stmt):
+    """The loop variable takes its next value."""
+
+    def __init__(self, target: ast.expr, value: Value) -> None:
+        super().__init__()
+        self.target, self.value = target, value
+
+
 @dataclass(frozen=True)
 class _Unset:
     """A name that only one branch of an if assigns."""
@@ -711,6 +744,7 @@ _STATEMENTS: dict[type[ast.stmt], Callable[[_Reader, Any, Environment], Value | 
     ast.FunctionDef: _Reader.define,
     ast.Expr: _expression,
     ast.Pass: _nothing,
+    _Step: lambda reader, step, environment: reader.bind(step.target, step.value, environment),
 }
 _EXPRESSIONS: dict[type[ast.expr], Callable[[_Reader, Any, Environment], Value]] = {
     ast.Name: _Reader.lookup,
@@ -802,8 +836,8 @@ def _symbol(op: ast.operator, span: Span) -> str:
     return _BINARY[type(op)]
 
 
-def _returns(node: ast.If) -> bool:
-    """Whether a branch can return (functions defined inside do not count)."""
+def _returns(node: ast.If | ast.For) -> bool:
+    """Whether a statement can return (functions defined inside do not count)."""
     todo: list[ast.AST] = [*node.body, *node.orelse]
     while todo:
         statement = todo.pop()
@@ -812,6 +846,10 @@ def _returns(node: ast.If) -> bool:
         if not isinstance(statement, ast.FunctionDef | ast.Lambda):
             todo.extend(ast.iter_child_nodes(statement))
     return False
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def _local_defaults(node: ast.FunctionDef | ast.Lambda) -> dict[str, ast.expr]:

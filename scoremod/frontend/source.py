@@ -337,7 +337,7 @@ _TOKEN_WORDS = {
     "VBAR": "an operator",
     "CIRCUMFLEX": "an operator",
     "AMPERSAND": "an operator",
-    "__ANON_0": "an operator",
+    "_POWER": "an operator",
     "ELLIPSIS": "...",
     "$END": "the end of the text",
 }

@@ -1,6 +1,6 @@
 """Guess element types that only a call would decide, for output made without a call.
 
-    doc[i] == doc[j]   ->   doc: i32      m[b, j] and j <= i   ->   m: bool      t[h] * s -> f32
+doc[i] == doc[j]   ->   doc: i32      m[b, j] and j <= i   ->   m: bool      t[h] * s -> f32
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def span(form: Linear, bounds: Bounds) -> tuple[int, int]:
 def fits(bounds: Bounds, *forms: Linear) -> bool:
     """Whether the forms stay inside int64, so that wrapped and exact values are the same."""
     spans = [span(form, bounds) for form in forms]
-    return all(INT_MIN <= lo and hi <= INT_MAX for lo, hi in spans)
+    return all(lo >= INT_MIN and hi <= INT_MAX for lo, hi in spans)
 
 
 # -- back to expressions -----------------------------------------------------------------------

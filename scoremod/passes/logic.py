@@ -1,6 +1,6 @@
 """And, or and not: what is implied, repeated or contradicted goes.
 
-    j <= i and (j <= i or doc[j] > 0) and i - j >= 0   ->   j <= i
+j <= i and (j <= i or doc[j] > 0) and i - j >= 0   ->   j <= i
 """
 
 from __future__ import annotations

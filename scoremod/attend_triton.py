@@ -1,0 +1,154 @@
+"""Run the portable Triton backend: pick the kernel for a call, then launch it.
+
+A variant has a small, closed set of kernels per dtype, head dims and target; `options` picks one
+from the call's sizes, strides and values, and a new length or scalar never compiles.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .backends.triton import TRITON
+from .binding import ELEMENT_OF, Bound
+from .inputs import Inputs, empty_like_q
+from .ir.capture import Kind
+from .ir.ops import Type
+from .plan import Typed
+from .plan_triton import ELEMENT_BYTES, SMALL, Options, TritonPlan, triton_plan
+from .render import render
+from .target import INTERPRETER
+
+INT32_MAX = 2**31 - 1
+# Queries of a "short" call; the rest of a normal q tile would be idle.
+SHORT = 16
+
+
+def options(inputs: Inputs, bound: tuple[Bound, ...]) -> Options:
+    """The kernel variant that serves a call."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    dtype = ELEMENT_OF[q.dtype]
+    precision = inputs.precision
+    if precision == "auto":
+        precision = "exact" if dtype == "f32" else "fast"
+    tensors = [q, k, v, *(x.value for x in bound if isinstance(x.value, torch.Tensor))]
+    in_memory = isinstance(inputs.scale, torch.Tensor)
+    return Options(
+        dtype=dtype,
+        head_dim=q.shape[3],
+        v_head_dim=v.shape[3],
+        precision=precision,
+        small=_is_small(inputs, bound),
+        wide_offsets=any(_reach(x) > INT32_MAX for x in tensors),
+        aligned=all(_is_aligned(x, ELEMENT_BYTES[dtype]) for x in (q, k, v)),
+        short=q.shape[2] <= SHORT,
+        has_kv_lens=inputs.kv_lens is not None,
+        offset_per_batch=isinstance(inputs.q_offset, torch.Tensor),
+        scale_in_memory=in_memory,
+        positive_scale=not isinstance(inputs.scale, torch.Tensor) and inputs.scale > 0,
+    )
+
+
+def _is_small(inputs: Inputs, bound: tuple[Bound, ...]) -> bool:
+    """Whether lengths, offsets and int scalars lie below SMALL; what only the device knows does not."""
+    if isinstance(inputs.q_offset, torch.Tensor):
+        return False
+    q_end = inputs.q_offset + inputs.q.shape[2]
+    scalars = (x.value for x in bound if isinstance(x.value, int))
+    return max(q_end, inputs.k.shape[2]) <= SMALL and all(abs(x) <= SMALL for x in scalars)
+
+
+def _reach(x: torch.Tensor) -> int:
+    """The largest element offset; expanded dimensions do not move."""
+    return sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True) if s)
+
+
+def _is_aligned(x: torch.Tensor, element_bytes: int) -> bool:
+    """Whether rows begin at multiples of 16 bytes, so that loads are wide."""
+    return x.data_ptr() % 16 == 0 and all(s * element_bytes % 16 == 0 for s in x.stride()[:3])
+
+
+def unit_stride(x: torch.Tensor) -> torch.Tensor:
+    """x with a unit last stride; anything else is copied once."""
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[Any, Any]:
+    """Attention in Triton's interpreter: (out, lse)."""
+    chosen = options(inputs, bound)
+    plan = triton_plan(program, chosen, INTERPRETER)
+    kernel = interpreted(source(plan))
+    out = empty_like_q(inputs.q, inputs.v.shape[3])
+    lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device=inputs.q.device)
+    batch, q_heads, q_len, _ = inputs.q.shape
+    grid = (-(-q_len // plan.tile.block_m), batch * q_heads)
+    if grid[0] and grid[1]:
+        kernel(grid, *arguments(plan, inputs, bound, out, lse), **plan.constants)
+    return out, lse
+
+
+def source(plan: TritonPlan) -> str:
+    """The kernel's text."""
+    return render("attention_fwd.py", plan, TRITON)
+
+
+_INTERPRETED: dict[str, Callable[..., None]] = {}
+
+
+def interpreted(text: str) -> Callable[..., None]:
+    """The kernel as a call (grid, *arguments) in Triton's interpreter."""
+    if text not in _INTERPRETED:
+        module = TRITON.compile(text, Path(tempfile.gettempdir()) / "scoremod_interpreter")
+        kernel = module.attention_fwd
+
+        def run(grid: tuple[int, int], *args: Any, **constants: int) -> None:
+            kernel[grid](*args, **constants)
+
+        _INTERPRETED[text] = run
+    return _INTERPRETED[text]
+
+
+def arguments(
+    plan: TritonPlan,
+    inputs: Inputs,
+    bound: tuple[Bound, ...],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> list[Any]:
+    """The run-time arguments, in the order of `plan.arguments`."""
+    batch = inputs.q.shape[0]
+    q = unit_stride(inputs.q.detach())
+    k, v = (unit_stride(x.detach()).expand(batch, -1, -1, -1) for x in (inputs.k, inputs.v))
+    values: list[Any] = [q, k, v, out, lse]
+    for x in (q, k, v, out):
+        values += x.stride()[:3]
+    values += [q.shape[2], k.shape[2], q.shape[1], inputs.gqa_group]
+    values.append(_in_float32(inputs.scale))
+    values.append(_in_int32(inputs.q_offset))
+    if inputs.kv_lens is not None:
+        values.append(_in_int32(inputs.kv_lens))
+    for item in bound:
+        values += _capture_arguments(item)
+    return values
+
+
+def _in_float32(value: float | torch.Tensor) -> Any:
+    return value.to(torch.float32) if isinstance(value, torch.Tensor) else value
+
+
+def _in_int32(value: int | torch.Tensor) -> Any:
+    return value.to(torch.int32) if isinstance(value, torch.Tensor) else value
+
+
+def _capture_arguments(item: Bound) -> list[Any]:
+    if item.param.kind is Kind.TENSOR:
+        assert isinstance(item.value, torch.Tensor)
+        table = item.value.detach()
+        return [table, *table.shape, *table.stride()]
+    if isinstance(item.value, torch.Tensor):
+        return [item.value.detach()]
+    return [int(item.value) if item.param.type is Type.BOOL else item.value]

@@ -1,0 +1,374 @@
+"""The decisions of the portable Triton forward: functions, arguments, tiles, kv segments."""
+
+from __future__ import annotations
+
+import itertools
+
+
+from dataclasses import dataclass
+
+from .analysis.interval import Bounds, Interval, Name, ints, open_load
+from .analysis.ranges import FAR, Piece, solve
+from .ir.capture import Kind
+from .ir.expr import Expr, capture, const, index, make, substitute
+from .ir.ops import Op, Type
+from .passes.fold import base2
+from .plan import DeviceFunction, Param, Typed
+from .target import Target, Tile, choose_tile
+
+# Lengths, offsets and int scalars below this are computed with in 32 bits.
+SMALL = 2**24
+ELEMENT_BYTES = {"f16": 2, "bf16": 2, "f32": 4}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the launch knows and a kernel is specialised for: a small, closed set."""
+
+    dtype: str  # of q, k, v: f16, bf16 or f32
+    head_dim: int
+    v_head_dim: int
+    precision: str = "fast"  # or "exact"
+    small: bool = True  # lengths and int scalars below SMALL
+    wide_offsets: bool = False  # element offsets may leave 32 bits
+    aligned: bool = True  # pointers and strides in multiples of 16 bytes
+    short: bool = False  # few queries
+    has_kv_lens: bool = False
+    offset_per_batch: bool = False
+    scale_in_memory: bool = False
+    positive_scale: bool = True
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A kernel argument: its name and Triton's type for it."""
+
+    name: str
+    type: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """The visible tiles of one piece of the mask, as names in the kernel."""
+
+    range: DeviceFunction | None
+    number: int
+
+    @property
+    def first(self) -> str:
+        return f"first_{self.number}"
+
+    @property
+    def end(self) -> str:
+        return f"end_{self.number}"
+
+    @property
+    def count(self) -> str:
+        """Tiles of this run and of those before it."""
+        return f"count_{self.number}"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two runs that are compared."""
+
+    a: Run
+    b: Run
+
+
+@dataclass(frozen=True)
+class LoadMask:
+    """What of a k or v tile may lie outside the tensor."""
+
+    past_end: bool
+    padded: bool
+
+    @property
+    def all(self) -> bool:
+        return not self.past_end and not self.padded
+
+    @property
+    def rows(self) -> bool:
+        return self.past_end and not self.padded
+
+    @property
+    def columns(self) -> bool:
+        return self.padded and not self.past_end
+
+    @property
+    def both(self) -> bool:
+        return self.past_end and self.padded
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A loop over kv tiles of one kind."""
+
+    kind: str  # "full", "partial", or "runs" for the tiles of several pieces
+    load_k: LoadMask
+    load_v: LoadMask
+
+    @property
+    def title(self) -> str:
+        return {
+            "full": "full tiles: every pair attends",
+            "partial": "partial tiles: masked pair by pair",
+            "runs": "visible tiles, run after run: masked pair by pair",
+        }[self.kind]
+
+    @property
+    def masked(self) -> bool:
+        return self.kind != "full"
+
+    @property
+    def full(self) -> bool:
+        return self.kind == "full"
+
+    @property
+    def partial(self) -> bool:
+        return self.kind == "partial"
+
+    @property
+    def runs(self) -> bool:
+        return self.kind == "runs"
+
+
+@dataclass(frozen=True)
+class TritonPlan:
+    """The forward kernel of the portable backend."""
+
+    title: str
+    comments: tuple[str, ...]
+    target: Target
+    options: Options
+    functions: tuple[DeviceFunction, ...]
+    score: DeviceFunction | None
+    mask: DeviceFunction | None
+    runs: tuple[Run, ...]
+    kv_segments: tuple[Segment, ...]
+    params: tuple[Param, ...]
+    arguments: tuple[Argument, ...]
+    scalars_in_memory: tuple[Param, ...]
+    tile: Tile
+    block_d: int
+    block_dv: int
+
+    @property
+    def every_key(self) -> bool:
+        """Whether all keys of the tensor are visible to all queries."""
+        return self.mask is None
+
+    @property
+    def one_range(self) -> bool:
+        """Whether the mask is one range of keys per query, so that full tiles are known."""
+        return len(self.runs) == 1 and any(s.full for s in self.kv_segments)
+
+    @property
+    def many_runs(self) -> bool:
+        return any(s.runs for s in self.kv_segments)
+
+    @property
+    def last_run(self) -> Run:
+        return self.runs[-1]
+
+    @property
+    def exchanges(self) -> tuple[Pair, ...]:
+        """A sorting network for the runs."""
+        return tuple(Pair(self.runs[a], self.runs[b]) for a, b in _NETWORKS[len(self.runs)])
+
+    @property
+    def neighbours(self) -> tuple[Pair, ...]:
+        return tuple(Pair(a, b) for a, b in itertools.pairwise(self.runs))
+
+    @property
+    def plain_score(self) -> bool:
+        return self.score is None
+
+    @property
+    def scale_in_softmax(self) -> bool:
+        """A positive scale commutes with the maximum, and then costs nothing."""
+        return self.score is None and self.options.positive_scale
+
+    @property
+    def scale_scores(self) -> bool:
+        return self.score is None and not self.options.positive_scale
+
+    @property
+    def exact(self) -> bool:
+        return self.options.precision == "exact"
+
+    @property
+    def dot_precision(self) -> str:
+        """How fp32 products are computed; 16-bit ones are exact anyway."""
+        return "ieee" if self.exact else "tf32"
+
+    @property
+    def pad_d(self) -> bool:
+        return self.block_d != self.options.head_dim
+
+    @property
+    def pad_dv(self) -> bool:
+        return self.block_dv != self.options.v_head_dim
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The compile-time constants of the kernel."""
+        return {
+            "HEAD_DIM": self.options.head_dim,
+            "V_HEAD_DIM": self.options.v_head_dim,
+            "BLOCK_D": self.block_d,
+            "BLOCK_DV": self.block_dv,
+            "BLOCK_M": self.tile.block_m,
+            "BLOCK_N": self.tile.block_n,
+        }
+
+
+def triton_plan(program: Typed, options: Options, target: Target) -> TritonPlan:
+    """Decide the forward kernel."""
+    block_d, block_dv = (
+        max(16, 1 << (d - 1).bit_length()) for d in (options.head_dim, options.v_head_dim)
+    )
+    score = program.score_function
+    if score is not None:
+        # s = qk * sm_scale, so that scale and log2(e) meet the constants of the score.
+        raw = substitute(program.score, {"s": index("s") * capture("sm_scale", Type.FLOAT)})
+        score = DeviceFunction(
+            score.name, score.params, (base2(raw),), "The score of s = q k^T, times log2(e)."
+        )
+    mask = program.mask_function
+    pieces = solve(program.mask, "j") if mask is not None else ()
+    runs = tuple(
+        Run(kv_range(piece, f"{program.name}_keys_{k}", program.params), k)
+        for k, piece in enumerate(pieces)
+    )
+    pad_d, pad_dv = block_d != options.head_dim, block_dv != options.v_head_dim
+    one_range = mask is None or (len(pieces) == 1 and pieces[0].is_pure)
+    return TritonPlan(
+        title=f"Attention forward for `{program.name}`: portable Triton, {target}",
+        comments=program.text,
+        target=target,
+        options=options,
+        functions=tuple(f for f in (score, mask, *(r.range for r in runs)) if f is not None),
+        score=score,
+        mask=mask,
+        runs=runs,
+        kv_segments=tuple(
+            Segment(kind, LoadMask(kind != "full", pad_d), LoadMask(kind != "full", pad_dv))
+            for kind in (("partial", "full") if one_range else ("runs",) if runs else ())
+        ),
+        params=program.params,
+        arguments=arguments(program.params, options),
+        scalars_in_memory=tuple(
+            p for p in program.params if p.kind is Kind.SCALAR and not p.by_value
+        ),
+        tile=choose_tile(
+            block_d, block_dv, ELEMENT_BYTES[options.dtype], target, short=options.short
+        ),
+        block_d=block_d,
+        block_dv=block_dv,
+    )
+
+
+def kv_range(piece: Piece, name: str, params: tuple[Param, ...]) -> DeviceFunction:
+    """The first and the last key that a row may see, by one piece of the mask."""
+    lo, hi = const(0), make(Op.SUB, index("kv_len"), const(1))
+    for bound in piece.los:
+        lo = make(Op.MAX, lo, bound)
+    for bound in piece.his:
+        hi = make(Op.MIN, hi, bound)
+    lo = make(Op.MIN, lo, const(FAR))
+    hi = make(Op.MAX, hi, const(-1))
+    for condition in piece.guards:
+        lo = make(Op.WHERE, condition, lo, const(FAR))
+        hi = make(Op.WHERE, condition, hi, const(-1))
+    return DeviceFunction(name, params, (lo, hi), "The first and last key that a query may see.")
+
+
+def launch_bounds(params: tuple[Param, ...], *, small: bool) -> Bounds:
+    """What every launch that a kernel serves keeps to, for choosing 32 or 64 bits."""
+    env: dict[Name, Interval] = {}
+    tables: dict[str, Interval] = {}
+    if small:
+        env.update({name: ints(0, SMALL) for name in ("i", "j", "q_len", "kv_len")})
+    for param in params:
+        bits = _STORAGE_BITS.get(param.element)
+        stored = ints(-(2**bits), 2**bits - 1) if bits is not None else None
+        if param.kind is Kind.TENSOR:
+            env.update({(param.name, axis): ints(0, FAR) for axis in range(param.rank)})
+            if stored is not None:
+                tables[param.name] = stored
+        elif param.by_value and param.type is Type.INT and small:
+            env[param.name] = ints(-SMALL, SMALL)
+        elif stored is not None and not param.by_value:
+            env[param.name] = stored
+
+    def load(node: Expr, indices: tuple[Interval, ...]) -> Interval:
+        return tables[node.attr] if node.attr in tables else open_load(node, indices)
+
+    return Bounds(env, load)
+
+
+# Compare-exchange steps that sort so many runs.
+_NETWORKS: dict[int, tuple[tuple[int, int], ...]] = {
+    0: (),
+    1: (),
+    2: ((0, 1),),
+    3: ((0, 1), (1, 2), (0, 1)),
+    4: ((0, 1), (2, 3), (0, 2), (1, 3), (1, 2)),
+}
+# Bits besides the sign of ints in memory; unsigned bytes lie inside 8.
+_STORAGE_BITS = {"i8": 7, "u8": 8, "i16": 15, "i32": 31}
+
+
+# -- arguments ---------------------------------------------------------------------------------
+
+POINTER_TYPE = {
+    "bool": "*i1",
+    "i8": "*i8",
+    "u8": "*u8",
+    "i16": "*i16",
+    "i32": "*i32",
+    "i64": "*i64",
+    "f16": "*fp16",
+    "bf16": "*bf16",
+    "f32": "*fp32",
+    "f64": "*fp64",
+}
+
+
+def arguments(params: tuple[Param, ...], options: Options) -> tuple[Argument, ...]:
+    """The kernel's run-time arguments, in order."""
+    offset = "i64" if options.wide_offsets else "i32"
+    tensor = POINTER_TYPE[options.dtype]
+    found = [Argument(name, tensor) for name in ("q", "k", "v", "o")]
+    found.append(Argument("lse", "*fp32"))
+    for name in ("q", "k", "v", "o"):
+        found += [Argument(f"{name}_stride_{axis}", offset) for axis in ("b", "h", "l")]
+    found += [Argument(name, "i32") for name in ("q_len", "kv_len", "q_heads", "gqa_group")]
+    found.append(Argument("sm_scale", "*fp32" if options.scale_in_memory else "fp32"))
+    found.append(Argument("q_offset", "*i32" if options.offset_per_batch else "i32"))
+    if options.has_kv_lens:
+        found.append(Argument("kv_lens", "*i32"))
+    for param in params:
+        found += param_arguments(param, options)
+    return tuple(found)
+
+
+def param_arguments(param: Param, options: Options) -> list[Argument]:
+    """A scalar is one argument; a table is a pointer, its lengths and its strides."""
+    if param.kind is Kind.TENSOR:
+        offset = "i64" if options.wide_offsets else "i32"
+        axes = range(param.rank)
+        return [
+            Argument(param.name, POINTER_TYPE[param.element]),
+            *(Argument(f"{param.name}_size_{k}", "i32") for k in axes),
+            *(Argument(f"{param.name}_stride_{k}", offset) for k in axes),
+        ]
+    if not param.by_value:
+        return [Argument(param.name, POINTER_TYPE[param.element])]
+    if param.type is Type.FLOAT:
+        return [Argument(param.name, "fp32")]
+    wide = param.type is Type.INT and not options.small
+    return [Argument(param.name, "i64" if wide else "i32")]
+
+

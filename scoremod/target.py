@@ -1,0 +1,120 @@
+"""GPUs as the compiler sees them: architecture, shared memory, and the tiles that suit them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from .errors import BackendUnavailable
+
+KB = 1024
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a kernel is compiled for; `shared` is the most bytes that one program may use."""
+
+    kind: str  # "cuda", "hip" or "interpreter"
+    arch: str  # "90" or "gfx942"
+    shared: int
+    warp_size: int = 32
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.arch}" if self.arch else self.kind
+
+
+# Shared memory a program may ask for, by compute capability (CUDA programming guide, table of
+# technical specifications) and for AMD's CDNA 3.
+_SHARED: dict[str, int] = {
+    "75": 64 * KB,
+    "80": 163 * KB,
+    "86": 99 * KB,
+    "87": 163 * KB,
+    "89": 99 * KB,
+    "90": 227 * KB,
+    "100": 227 * KB,
+    "103": 227 * KB,
+    "120": 99 * KB,
+    "gfx90a": 64 * KB,
+    "gfx942": 64 * KB,
+    "gfx950": 160 * KB,
+}
+INTERPRETER = Target("interpreter", "", 227 * KB)
+OLDEST = 75
+
+
+def parse_target(text: str) -> Target:
+    """`"cuda:90"`, `"hip:gfx942"` or `"interpreter"` as a Target."""
+    kind, _, arch = text.partition(":")
+    if text == "interpreter":
+        return INTERPRETER
+    known = ", ".join(f"cuda:{a}" if a.isdigit() else f"hip:{a}" for a in _SHARED)
+    if kind not in ("cuda", "hip") or arch not in _SHARED or (kind == "cuda") != arch.isdigit():
+        raise BackendUnavailable(f"there is no target {text!r}", hint=f"there are {known}")
+    return Target(kind, arch, _SHARED[arch], 64 if kind == "hip" else 32)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile of the forward: BLOCK_M queries, BLOCK_N keys, and how it is run."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def shared(self, head_dim: int, v_head_dim: int, element_bytes: int) -> int:
+        """An upper bound of the shared memory: q, the k and v stages, and p on its way to the dot."""
+        q = self.block_m * head_dim
+        kv = self.num_stages * self.block_n * (head_dim + v_head_dim)
+        p = self.block_m * self.block_n
+        return (q + kv + p) * element_bytes
+
+    def smaller(self) -> Iterator[Tile]:
+        """Ever smaller tiles, fewer stages first."""
+        tile = self
+        while tile.num_stages > 1:
+            tile = replace(tile, num_stages=tile.num_stages - 1)
+            yield tile
+        while tile.block_n > 16 or tile.block_m > 16:
+            if tile.block_n >= tile.block_m:
+                tile = replace(tile, block_n=tile.block_n // 2)
+            else:
+                tile = replace(tile, block_m=tile.block_m // 2)
+            yield replace(tile, num_warps=max(1, min(tile.num_warps, tile.block_m // 16)))
+
+
+# (largest head dim, tile) for 16-bit inputs, for fp32 inputs. Each row says what was measured.
+_TILES_16: tuple[tuple[int, Tile], ...] = (
+    (64, Tile(128, 128, 8, 3)),
+    (128, Tile(128, 128, 8, 2)),
+    (256, Tile(128, 64, 8, 2)),
+    (512, Tile(64, 32, 8, 1)),
+)
+_TILES_32: tuple[tuple[int, Tile], ...] = (
+    (64, Tile(64, 64, 4, 2)),
+    (128, Tile(64, 32, 4, 2)),
+    (256, Tile(32, 32, 4, 1)),
+    (512, Tile(16, 16, 4, 1)),
+)
+
+
+def choose_tile(
+    head_dim: int, v_head_dim: int, element_bytes: int, target: Target, *, short: bool = False
+) -> Tile:
+    """The tile for padded head dims; stepped down until it fits the target's shared memory.
+
+    `short` is for calls with few queries, such as decoding.
+    """
+    table = _TILES_16 if element_bytes == 2 else _TILES_32
+    widest = max(head_dim, v_head_dim)
+    tile = next((t for limit, t in table if widest <= limit), table[-1][1])
+    if short:
+        tile = replace(tile, block_m=16, num_warps=4)
+    for candidate in (tile, *tile.smaller()):
+        if candidate.shared(head_dim, v_head_dim, element_bytes) <= target.shared:
+            return candidate
+    raise BackendUnavailable(
+        f"no tile of head dims {head_dim} and {v_head_dim} fits the {target.shared // KB} KB of "
+        f"shared memory of {target}"
+    )

@@ -1,0 +1,322 @@
+"""Shared steps of the Triton kernels; a rendered kernel gets copies of those that it calls."""
+
+import triton
+import triton.language as tl
+
+# -- reading captured tensors ------------------------------------------------------------------
+
+
+@triton.jit
+def at(index, size, stride):
+    """A place along one dimension: (offset, whether it lies inside)."""
+    inside = (index >= 0) & (index < size)
+    return tl.where(inside, index, 0).to(stride.dtype) * stride, inside
+
+
+@triton.jit
+def load_1(table, a):
+    """table[a]; 0 outside the table, which is then not touched."""
+    return tl.load(table + a[0], mask=a[1], other=0)
+
+
+@triton.jit
+def load_2(table, a, b):
+    """table[a, b]; 0 outside."""
+    return tl.load(table + (a[0] + b[0]), mask=a[1] & b[1], other=0)
+
+
+@triton.jit
+def load_3(table, a, b, c):
+    """table[a, b, c]; 0 outside."""
+    return tl.load(table + (a[0] + b[0] + c[0]), mask=a[1] & b[1] & c[1], other=0)
+
+
+@triton.jit
+def load_4(table, a, b, c, d):
+    """table[a, b, c, d]; 0 outside."""
+    inside = a[1] & b[1] & c[1] & d[1]
+    return tl.load(table + (a[0] + b[0] + c[0] + d[0]), mask=inside, other=0)
+
+
+@triton.jit
+def load_5(table, a, b, c, d, e):
+    """table[a, b, c, d, e]; 0 outside."""
+    inside = a[1] & b[1] & c[1] & d[1] & e[1]
+    return tl.load(table + (a[0] + b[0] + c[0] + d[0] + e[0]), mask=inside, other=0)
+
+
+# -- ints --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def to_int64(x):
+    return tl.cast(x, tl.int64)
+
+
+@triton.jit
+def floor_divide(x, y):
+    """x // y as in Python; x // 0 is 0. The hardware's division truncates."""
+    by_zero = y == 0
+    y = tl.where(by_zero, 1, y)
+    quotient = x // y
+    rest = x - quotient * y
+    quotient = tl.where((rest != 0) & ((rest < 0) != (y < 0)), quotient - 1, quotient)
+    return tl.where(by_zero, 0, quotient)
+
+
+@triton.jit
+def remainder(x, y):
+    """x % y with y's sign, as in Python; x % 0 is 0."""
+    by_zero = y == 0
+    y = tl.where(by_zero, 1, y)
+    rest = x - (x // y) * y
+    rest = tl.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
+    return tl.where(by_zero, 0, rest)
+
+
+@triton.jit
+def shift_left(x, n):
+    """x << n; 0 for n outside 0..63."""
+    valid = (n >= 0) & (n < 64)
+    return tl.where(valid, x << tl.where(valid, n, 0), 0)
+
+
+@triton.jit
+def shift_right(x, n):
+    """x >> n, keeping the sign; 0 for n outside 0..63."""
+    valid = (n >= 0) & (n < 64)
+    return tl.where(valid, x >> tl.where(valid, n, 0), 0)
+
+
+@triton.jit
+def ilog2(x):
+    """floor(log2(x)), exact; 0 for x < 1."""
+    result = x * 0
+    for step in tl.static_range(6):
+        bit = 32 >> step
+        big = (x >> bit) > 0
+        result = tl.where(big, result + bit, result)
+        x = tl.where(big, x >> bit, x)
+    return result
+
+
+@triton.jit
+def int_power(x, N: tl.constexpr):
+    """x ** N of an int, modulo 2**64, by squaring."""
+    result = x * 0 + 1
+    for bit in tl.static_range(63):
+        if (N >> bit) > 0:
+            if (N >> bit) % 2 == 1:
+                result = result * x
+            x = x * x
+    return result
+
+
+@triton.jit
+def truncate(x):
+    """Towards zero, still a float."""
+    return tl.where(x < 0, tl.ceil(x), tl.floor(x))
+
+
+@triton.jit
+def round_half_even(x):
+    """To the nearest integer, still a float. Adding 1.5 * 2**23 leaves no bits for a fraction."""
+    near = (x + 12582912.0) - 12582912.0
+    return tl.where(tl.abs(x) < 4194304.0, near, tl.where(tl.abs(x) < 8388608.0, half_even_large(x), x))
+
+
+@triton.jit
+def half_even_large(x):
+    """The same for 2**22 <= |x| < 2**23, where floats have halves."""
+    low = tl.floor(x)
+    half = low * 0.5
+    odd = half != tl.floor(half)
+    up = (x - low > 0.5) | ((x - low == 0.5) & odd)
+    return tl.where(up, low + 1.0, low)
+
+
+@triton.jit
+def to_int(x):
+    """A float without fraction as int64: nan gives 0, out of range saturates."""
+    low, high = x <= -9223372036854775808.0, x >= 9223372036854775808.0
+    inside = tl.where(low | high | (x != x), 0.0, x).to(tl.int64)
+    return tl.where(low, -9223372036854775808, tl.where(high, 9223372036854775807, inside))
+
+
+# -- floats ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def divide_exact(x, y):
+    """The correctly rounded quotient."""
+    return tl.div_rn(tl.cast(x, tl.float32), tl.cast(y, tl.float32))
+
+
+@triton.jit
+def floor_divide_float(x, y):
+    """x // y of floats as in Python; 0 for y == 0."""
+    safe = tl.where(y == 0, 1.0, y)
+    return tl.where(y == 0, 0.0, round_half_even((x - remainder_float(x, safe)) / safe))
+
+
+@triton.jit
+def remainder_float(x, y):
+    """x % y of floats with y's sign, as in Python; 0 for y == 0."""
+    safe = tl.where(y == 0, 1.0, y)
+    rest = x % safe
+    rest = tl.where((rest != 0) & ((rest < 0) != (safe < 0)), rest + safe, rest)
+    return tl.where(y == 0, 0.0, rest)
+
+
+@triton.jit
+def power(x, y):
+    """x ** y of floats, by exp2 and log2; a negative x needs an integer y."""
+    whole = y == tl.floor(y)
+    odd = whole & (y * 0.5 != tl.floor(y * 0.5))
+    magnitude = tl.exp2(y * tl.log2(tl.abs(x)))
+    signed = tl.where((x < 0) & odd, -magnitude, magnitude)
+    value = tl.where((x < 0) & ~whole, float("nan"), signed)
+    return tl.where((y == 0) | (x == 1), 1.0, value)
+
+
+@triton.jit
+def exp_exact(x):
+    """e ** x to 2 units: exp2 alone would lose |x| units."""
+    n = round_half_even(tl.minimum(tl.maximum(x, -126.0), 126.0) * 1.4426950408889634)
+    rest = tl.fma(n, -0.693145751953125, x)
+    rest = tl.fma(n, -1.428606765330187e-06, rest)
+    return tl.exp2(rest * 1.4426950408889634) * tl.exp2(n)
+
+
+@triton.jit
+def expm1(x):
+    """exp(x) - 1, accurate near 0 (Kahan)."""
+    u = exp_exact(x)
+    near = tl.where(u == 1.0, x, (u - 1.0) * x / tl.log(u))
+    return tl.where(tl.abs(x) < 1.0, near, u - 1.0)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x), accurate near 0 (Kahan)."""
+    u = 1.0 + x
+    return tl.where((u == 1.0) | (u != u), x, tl.where(tl.abs(x) < 1.0, tl.log(u) * x / (u - 1.0), tl.log(u)))
+
+
+@triton.jit
+def rsqrt_exact(x):
+    return tl.div_rn(1.0 + x * 0, tl.sqrt_rn(x))
+
+
+@triton.jit
+def tanh_hardware(x):
+    """The GPU's own tanh, relative error 2**-11."""
+    return tl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def tanh_exp2(x):
+    """tanh(x) = 1 - 2 / (exp(2 x) + 1)."""
+    return 1.0 - 2.0 / (tl.exp2(2.8853900817779268 * x) + 1.0)
+
+
+@triton.jit
+def tanh_exact(x):
+    """tanh to 2 units: expm1 keeps what 1 - 2 / (...) loses near 0."""
+    a = tl.abs(x)
+    t = expm1(-2.0 * a)
+    value = -t / (2.0 + t)
+    return tl.where(x < 0, -value, value)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp2(-1.4426950408889634 * x))
+
+
+@triton.jit
+def sigmoid_exact(x):
+    e = exp_exact(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, e) / (1.0 + e)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)) without overflow."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) + log1p(exp_exact(-tl.abs(x)))
+
+
+# -- kv segments -------------------------------------------------------------------------------
+
+
+@triton.jit
+def visible_tiles(lo, hi, exists, kv_end, BLOCK_N: tl.constexpr):
+    """Tiles that some row of the q tile sees: (first, end)."""
+    alive = exists & (lo <= hi)
+    first = tl.min(tl.where(alive, lo, 2147483647), 0)
+    last = tl.minimum(tl.max(tl.where(alive, hi, -1), 0), kv_end - 1)
+    some = first <= last
+    return tl.where(some, first // BLOCK_N, 0), tl.where(some, last // BLOCK_N + 1, 0)
+
+
+@triton.jit
+def full_tiles(lo, hi, exists, kv_end, first, end, BLOCK_N: tl.constexpr):
+    """Tiles that every row sees whole: (first, end), inside the visible ones."""
+    full_lo = tl.max(tl.where(exists, lo, 0), 0)
+    full_hi = tl.minimum(tl.min(tl.where(exists, hi, 2147483646), 0), kv_end - 1)
+    # full_lo may be near 2**31: divide before adding.
+    full_first = tl.minimum(tl.maximum(full_lo // BLOCK_N + (full_lo % BLOCK_N != 0), first), end)
+    full_end = tl.minimum(tl.maximum((full_hi + 1) // BLOCK_N, full_first), end)
+    return full_first, full_end
+
+
+@triton.jit
+def partial_tile(t, first, full_first, full_end):
+    """The t-th visible tile that is not full: those before the full ones, then those after."""
+    before = full_first - first
+    return tl.where(t < before, first + t, full_end + (t - before))
+
+
+@triton.jit
+def disjoint(first, end, last_end):
+    """A run without the tiles of the runs before it: (first, end), empty at last_end if none is left."""
+    first = tl.maximum(first, last_end)
+    return first, tl.maximum(end, first)
+
+
+@triton.jit
+def in_order(a_start, a_end, b_start, b_end):
+    """Two runs, the one that starts first in front."""
+    swap = b_start < a_start
+    return (
+        tl.where(swap, b_start, a_start),
+        tl.where(swap, b_end, a_end),
+        tl.where(swap, a_start, b_start),
+        tl.where(swap, a_end, b_end),
+    )
+
+
+# -- attention ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def online_softmax(m_i, l_i, acc, s):
+    """One tile of scores, in base 2: new (m_i, l_i, acc) before its values are added, and p."""
+    m_new = tl.maximum(m_i, tl.max(s, 1))
+    # A row may be fully masked so far: then m_new is -inf, and -inf - -inf would be nan.
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - m_safe[:, None])
+    alpha = tl.exp2(m_i - m_safe)
+    return m_new, l_i * alpha + tl.sum(p, 1), acc * alpha[:, None], p
+
+
+@triton.jit
+def online_softmax_scaled(m_i, l_i, acc, qk, scale):
+    """The same for scores qk * scale with scale > 0: the product and the subtraction are one FMA."""
+    m_new = tl.maximum(m_i, tl.max(qk, 1) * scale)
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(tl.fma(qk, scale, -m_safe[:, None]))
+    alpha = tl.exp2(m_i - m_safe)
+    return m_new, l_i * alpha + tl.sum(p, 1), acc * alpha[:, None], p
