@@ -21,11 +21,13 @@ def main() -> None:
     q, k, v = (torch.randn(1, heads, length, 32) for heads in (4, 2, 2))
     doc = torch.tensor([100, 60, 96]).repeat_interleave(torch.tensor([100, 60, 96]))[None]
 
-    print("The variant, simplified: what is -inf became a mask.\n")
+    print("The variant as read: what was -inf became a mask.\n")
     print(gemma)
+    print("\nSimplified, and what is assumed until a call:\n")
+    print(gemma.explain())
 
     tiles = gemma.tiles(length, length, block_m=16, block_n=16, doc=doc)
-    print("\nIts tiles of 16 x 16 pairs, queries down, keys across.\n")
+    print("\nIts tiles of 16 x 16 pairs, queries down, keys across:\n")
     print(tiles)
 
     out = gemma(q, k, v, doc=doc)
