@@ -9,7 +9,7 @@ attn = t5_bias.bind(bidirectional=False) & causal
 
 def main() -> None:
     torch.manual_seed(0)
-    heads, length = 4, 40
+    heads, length = 4, 24
     q, k, v = (torch.randn(2, heads, length, 16) for _ in range(3))
     table = torch.randn(32, heads)  # the weight of `relative_attention_bias`
 

@@ -4,35 +4,47 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import attention, explain, reference
+from . import attention, explain, reference, sources
 from .analysis.tiles import TileMap, classify
 from .binding import Bound, Sizes, bind, check_names
-from .errors import BackendUnavailable, CompositionError, InputMismatch, ScoremodError
+from .errors import (
+    BackendUnavailable,
+    CompositionError,
+    InputMismatch,
+    ScoremodError,
+    UnsupportedPython,
+)
 from .frontend.source import PythonSource, read_python, read_text_source
 from .inputs import Inputs, as_numpy, check_inputs, needs_grad
-from .origin import Both, Chained, Either, Leaf, Negated, Origin, Renamed, sources
-from .plan import Typed, typed
+from .ir.capture import Capture
+from .origin import Both, Chained, Either, Leaf, Negated, Origin, Renamed, leaves
+from .plan import Typed, assumed_params, assumptions, typed
 from .variant import Program, read
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Self = TypeVar("Self")
 
 
-def _public(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
+def _public(function: Callable[P, R]) -> Callable[P, R]:
     """Cut scoremod's own frames out of a user's traceback."""
 
-    @functools.wraps(method)
-    def call(self: Self, /, *args: P.args, **keywords: P.kwargs) -> R:
+    @functools.wraps(function)
+    def call(*args: P.args, **keywords: P.kwargs) -> R:
+        __tracebackhide__ = True  # pytest and IPython leave this frame out as well
         try:
-            return method(self, *args, **keywords)
+            return function(*args, **keywords)
         except ScoremodError as error:
             raise error.with_traceback(None) from None
+        except RecursionError:
+            raise UnsupportedPython(
+                "the variant is nested too deeply", hint="read a table instead of a long chain"
+            ) from None
 
     return call
 
@@ -217,14 +229,60 @@ class Variant:
         return Sizes(b + 1, h + 1, h + 1, q_len, kv_len, q_offset)
 
     @_public
+    def source(
+        self,
+        q: torch.Tensor | None = None,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        *,
+        head_dim: int | None = None,
+        v_head_dim: int | None = None,
+        dtype: torch.dtype | str | None = None,
+        target: str = "cuda:90",
+        phase: str = "fwd",
+        precision: str = "auto",
+        captures: Mapping[str, torch.dtype | str] | None = None,
+        **values: Any,
+    ) -> str:
+        """The kernel that a call would run, as text; needs neither GPU nor values.
+
+        With q, k, v (and captures) it is the kernel of that call; otherwise `head_dim` and `dtype`
+        (a torch dtype or `f16`, `bf16`, `f32`) describe it, and element types that a call would
+        decide are assumed, or taken from `captures={"doc": torch.int64}`; the text says which.
+        """
+        if phase != "fwd":
+            raise InputMismatch(f"phase must be 'fwd', not {phase!r}")
+        if q is not None and k is not None and v is not None:
+            inputs = check_inputs(
+                q, k, v, scale=None, q_offset=0, kv_lens=None, precision=precision
+            )
+            program, bound = self._bind(values, inputs.sizes, inputs.q.device)
+            return sources.of_call(self._type(program, bound), inputs, bound, target)
+        if head_dim is None:
+            raise InputMismatch("source needs q, k, v or head_dim=")
+        given = {name: sources.element(e) for name, e in (captures or {}).items()}
+        check_names(self._program.captures, {}, given)
+        program = self._program
+        params = assumed_params(program, given)
+        text = (*self._text(), *assumptions(program, params, given))
+        return sources.of_shape(
+            typed(program, params, text),
+            head_dim=head_dim,
+            v_head_dim=v_head_dim or head_dim,
+            dtype=sources.element(dtype or "bf16"),
+            precision=precision,
+            target=target,
+        )
+
+    @_public
     def explain(self) -> str:
-        """What scoremod made of the variant: simplified form, captures, mask atoms."""
+        """What scoremod made of the variant: simplified form, captures, mask."""
         return explain.explain(self._program, self._text())
 
     def _text(self) -> tuple[str, ...]:
         """The user's own words."""
         lines: list[str] = []
-        for source in sources(self._origin):
+        for source in leaves(self._origin):
             lines.extend(source.text.strip("\n").splitlines())
         return tuple(lines)
 
@@ -242,20 +300,42 @@ class Variant:
         return f"<scoremod variant {self.name}({', '.join(self.captures)})>"
 
     def __str__(self) -> str:
-        """The variant in the mini-language."""
-        return self._program.text
+        """The variant in the mini-language; numbers fixed by .bind are its defaults."""
+        return self._written().text
+
+    def _written(self) -> Program:
+        """The program without what only this process knows."""
+        given = self._new_defaults()
+        captures = (
+            replace(c, default=given.get(c.name, c.default), free=None)
+            for c in self._program.captures
+        )
+        return replace(self._program, captures=tuple(captures))
+
+    def _new_defaults(self) -> dict[str, Any]:
+        """Numbers of .bind for captures of a declared type, which text can write down."""
+        return {
+            c.name: _number(c, self._fixed[c.name])
+            for c in self._program.captures
+            if c.element is not None and isinstance(self._fixed.get(c.name), bool | int | float)
+        }
 
     def __eq__(self, other: object) -> bool:
         """Equal when score, mask and captures say the same, wherever they were written."""
         if not isinstance(other, Variant):
             return NotImplemented
-        mine, theirs = self._program, other._program
-        return (mine.score, mine.mask, mine.captures, self._fixed) == (
-            theirs.score,
-            theirs.mask,
-            theirs.captures,
-            other._fixed,
-        )
+        return self._meaning() == other._meaning()
+
+    def _meaning(self) -> tuple[Any, ...]:
+        """What equal variants share; tensors count by identity."""
+        written = self._written()
+        shown = self._new_defaults().keys() | dict(written.consts).keys()
+        rest = {
+            name: id(x) if isinstance(x, torch.Tensor) else x
+            for name, x in self._fixed.items()
+            if name not in shown
+        }
+        return written.score, written.mask, written.captures, rest
 
     def __hash__(self) -> int:
         return hash((self._program.score, self._program.mask))
@@ -266,6 +346,9 @@ class Variant:
     def bind(self, **values: Any) -> Variant:
         """Fix values of captures; a call may still override them."""
         check_names(self._program.captures, dict(self._program.consts), values)
+        for found in self._program.captures:
+            if isinstance(values.get(found.name), bool | int | float):
+                _number(found, values[found.name])
         return Variant(self._origin, {**self._fixed, **values})
 
     @_public
@@ -304,6 +387,12 @@ class Variant:
         return Variant(origin, {**self._fixed, **other._fixed})
 
 
+def _number(found: Capture, value: bool | int | float) -> Any:
+    """A number as the capture's declared type; an error where it does not fit."""
+    (bound,) = bind((found,), {}, {found.name: value}, {}, Sizes(1, 1, 1, 0, 0), None)
+    return bound.value
+
+
 def _variant(value: object, what: str) -> Variant:
     if not isinstance(value, Variant):
         raise CompositionError(
@@ -316,35 +405,40 @@ def _variant(value: object, what: str) -> Variant:
 # -- making variants ---------------------------------------------------------------------------
 
 
-def _declare(origin: Callable[[], Origin]) -> Variant:
-    try:
-        return Variant(origin())
-    except ScoremodError as error:
-        raise error.with_traceback(None) from None
-
-
+@_public
 def variant(function: Callable[..., Any]) -> Variant:
     """Declare a variant by its score: `@scoremod.variant def alibi(s, i, j, h, slopes): ...`.
 
     The function is read, not called. Parameters that are not `s b h hk i j q_len kv_len` are
     captures; so are free variables that hold numbers or tensors.
     """
-    return _declare(lambda: Leaf(read_python(function, "score")))
+    return _like(function, Variant(Leaf(read_python(function, "score"))))
 
 
+@_public
 def mask(function: Callable[..., Any]) -> Variant:
     """Declare a mask: a function of indices and captures that is true where i attends to j."""
-    return _declare(lambda: Leaf(read_python(function, "mask")))
+    return _like(function, Variant(Leaf(read_python(function, "mask"))))
 
 
+def _like(function: Callable[..., Any], made: Variant) -> Variant:
+    """Give a variant the function's name, module and docstring, for help() and doc tools."""
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        if hasattr(function, name):
+            setattr(made, name, getattr(function, name))
+    return made
+
+
+@_public
 def parse(text: str, *, file: str | Path = "<text>") -> Variant:
     """Read a variant written in the mini-language."""
-    return _declare(lambda: Leaf(read_text_source(text, str(file))))
+    return Variant(Leaf(read_text_source(text, str(file))))
 
 
 _FLEX_SCORE, _FLEX_MASK = ("s", "b", "h", "i", "j"), ("b", "h", "i", "j")
 
 
+@_public
 def from_flex(
     score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None
 ) -> Variant:
@@ -357,9 +451,9 @@ def from_flex(
         raise CompositionError("from_flex needs a score_mod, a mask_mod, or both")
     parts = []
     if score_mod is not None:
-        parts.append(_declare(lambda: _flex_leaf(score_mod, "score", _FLEX_SCORE)))
+        parts.append(Variant(_flex_leaf(score_mod, "score", _FLEX_SCORE)))
     if mask_mod is not None:
-        parts.append(_declare(lambda: _flex_leaf(mask_mod, "mask", _FLEX_MASK)))
+        parts.append(Variant(_flex_leaf(mask_mod, "mask", _FLEX_MASK)))
     return parts[0] if len(parts) == 1 else parts[0] & parts[1]
 
 

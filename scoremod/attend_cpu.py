@@ -29,8 +29,7 @@ Schedule = list[tuple[int, int, list[tuple[int, int, bool]]]]
 def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[Any, Any]:
     """Attention on the CPU: (out, lse)."""
     float64 = inputs.q.dtype is torch.float64
-    plan = cpu_plan(program, float64=float64, has_kv_lens=inputs.kv_lens is not None)
-    kernel = _compiled(source(plan))
+    kernel = kernel_of(program, float64=float64, has_kv_lens=inputs.kv_lens is not None)
     q, k, v = inputs.q, inputs.k, inputs.v
     batch, kv_heads = q.shape[0], k.shape[1]
     out = empty_like_q(q, v.shape[3])
@@ -46,7 +45,7 @@ def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[An
         _per_batch(inputs.q_offset),
         _per_batch(inputs.kv_lens),
         schedule(program, inputs, bound),
-        *(_argument(x, plan) for x in bound),
+        *(_argument(x, float64=float64) for x in bound),
     )
     return out, lse
 
@@ -57,7 +56,9 @@ def source(plan: CpuPlan) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(text: str) -> Callable[..., None]:
+def kernel_of(program: Typed, *, float64: bool, has_kv_lens: bool) -> Callable[..., None]:
+    """The compiled program of a variant."""
+    text = source(cpu_plan(program, float64=float64, has_kv_lens=has_kv_lens))
     kernel: Callable[..., None] = CPU.compile(text)["attention_fwd"]
     return kernel
 
@@ -66,14 +67,14 @@ def _per_batch(value: int | torch.Tensor | None) -> Any:
     return value.to(torch.int64).view(-1, 1, 1, 1, 1) if isinstance(value, torch.Tensor) else value
 
 
-def _argument(item: Bound, plan: CpuPlan) -> torch.Tensor:
+def _argument(item: Bound, *, float64: bool) -> torch.Tensor:
     """A scalar as a 0-d tensor of the program's types; a table as it is."""
     value = torch.as_tensor(item.value).detach()
     if item.param.rank or value.dtype is torch.bool:
         return value
     if item.param.type is Type.INT:
         return value.to(torch.int64)
-    return value.to(torch.float64 if plan.float_type == "torch.float64" else torch.float32)
+    return value.to(torch.float64 if float64 else torch.float32)
 
 
 # -- which tiles to visit ----------------------------------------------------------------------
@@ -93,7 +94,9 @@ def schedule(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Schedu
     block_m, block_n = blocks(inputs)
     q_len, kv_len = inputs.q.shape[2], inputs.k.shape[2]
     kind = _kinds(program, inputs, as_numpy(bound, float64=inputs.q.dtype is torch.float64))
-    visible = kv_len if inputs.kv_lens is None else min(kv_len, int(inputs.kv_lens.amax().item()))
+    visible = kv_len
+    if inputs.kv_lens is not None:
+        visible = min(kv_len, max(inputs.kv_lens.tolist(), default=0))
     result: Schedule = []
     for m, start_m in enumerate(range(0, q_len, block_m)):
         row = [

@@ -29,6 +29,9 @@ __all__ = [
 ]
 
 
+LONG_LINE = 200  # characters; of a longer line only a part is shown
+
+
 @dataclass(frozen=True)
 class Span:
     """A piece of the user's text: a file, a place in it, and the line to show.
@@ -52,14 +55,25 @@ class Span:
         """Place, line and carets, indented by two."""
         owner = f", in {self.owner}" if self.owner else ""
         number = f"{self.line:>5}"
-        width = max(1, min(self.end, len(self.text) + 1) - self.column)
+        text, start = self._shown()
+        width = max(1, min(self.end - self.column, len(text) - start))
         # Tabs stay tabs under the line, so that the carets stand where the editor shows the text.
-        lead = "".join("\t" if c == "\t" else " " for c in self.text[: self.column - 1])
+        lead = "".join("\t" if c == "\t" else " " for c in text[:start])
         return (
             f"  {self.file}:{self.line}:{self.column}{owner}\n"
-            f"{number} | {self.text}\n"
+            f"{number} | {text}\n"
             f"{' ' * len(number)} | {lead}{'^' * width}"
         )
+
+    def _shown(self) -> tuple[str, int]:
+        """The line, or of a very long one the part around the place; and where the place begins."""
+        start = self.column - 1
+        if len(self.text) <= LONG_LINE:
+            return self.text, start
+        first = max(0, min(start - LONG_LINE // 4, len(self.text) - LONG_LINE))
+        last = first + LONG_LINE
+        before, after = "..." if first else "", "..." if last < len(self.text) else ""
+        return before + self.text[first:last] + after, start - first + len(before)
 
 
 class ScoremodError(Exception):

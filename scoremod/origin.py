@@ -7,9 +7,7 @@ The compiler and the oracle each read this tree in their own way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from .frontend.source import PythonSource, TextSource
 
@@ -63,21 +61,12 @@ class Renamed:
 Origin = Leaf | Both | Either | Negated | Chained | Renamed
 
 
-def sources(origin: Origin) -> tuple[PythonSource | TextSource, ...]:
+def leaves(origin: Origin) -> tuple[PythonSource | TextSource, ...]:
     """The sources of an origin, left to right."""
-    return fold(origin, lambda leaf: (leaf.source,), lambda _, parts: sum(parts, ()))
-
-
-def fold(
-    origin: Origin, leaf: Callable[[Leaf], Any], node: Callable[[Origin, tuple[Any, ...]], Any]
-) -> Any:
-    """Walk the tree from the leaves."""
     match origin:
-        case Leaf():
-            return leaf(origin)
-        case Both(left, right) | Either(left, right):
-            return node(origin, (fold(left, leaf, node), fold(right, leaf, node)))
-        case Chained(first, second):
-            return node(origin, (fold(first, leaf, node), fold(second, leaf, node)))
+        case Leaf(source):
+            return (source,)
+        case Both(left, right) | Either(left, right) | Chained(left, right):
+            return leaves(left) + leaves(right)
         case Negated(part) | Renamed(part, _):
-            return node(origin, (fold(part, leaf, node),))
+            return leaves(part)

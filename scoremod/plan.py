@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import ast
+import builtins
+import functools
+import keyword
+import re
+from dataclasses import dataclass, replace
 
 from .ir.expr import TRUE, Expr, resolve
 from .ir.capture import ELEMENTS, Kind
 from .ir.ops import Type
 from .passes.assume import assume
 from .passes.simplify import simplify
-from .variant import S, Program
+from .resources import path
+from .variant import S, Program, rename_captures
 
 # What every device function takes before the captures, in this order.
 INDICES = ("s", "b", "h", "hk", "i", "j", "q_len", "kv_len")
@@ -78,6 +83,48 @@ def typed(program: Program, params: tuple[Param, ...], text: tuple[str, ...] = (
     return Typed(program.name, score, mask, params, text)
 
 
+# -- names in kernels --------------------------------------------------------------------------
+
+# Names that a kernel derives: of a table's sizes, of the user's functions, of shared values.
+_DERIVED = re.compile(r".*_(size|stride)_\d+|.*_(score|mask|keys_\d+)|t\d+")
+
+
+@functools.cache
+def names_in_templates(folder: str) -> frozenset[str]:
+    """The names that the templates and shared steps of a backend use themselves."""
+    found = {*keyword.kwlist, *dir(builtins), *INDICES}
+    for file in sorted(path(f"templates/{folder}").iterdir()):
+        code = file.read_text(encoding="utf-8")
+        code = re.sub(r"^\s*#[%#].*$", "", re.sub(r"{{.*?}}", "x", code), flags=re.MULTILINE)
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Name):
+                found.add(node.id)
+            elif isinstance(node, ast.arg):
+                found.add(node.arg)
+            elif isinstance(node, ast.FunctionDef):
+                found.add(node.name)
+    return frozenset(found)
+
+
+def with_kernel_names(program: Typed, folder: str) -> Typed:
+    """The program with captures renamed that are called like something in the kernel."""
+    taken = names_in_templates(folder)
+    names = {p.name: p.name for p in program.params}
+    for name in names:
+        while names[name] in taken or _DERIVED.fullmatch(names[name]):
+            names[name] += "_"
+            if names[name] in names:
+                names[name] += "capture_"
+    if all(name == new for name, new in names.items()):
+        return program
+    return replace(
+        program,
+        score=rename_captures(program.score, names),
+        mask=rename_captures(program.mask, names),
+        params=tuple(replace(p, name=names[p.name]) for p in program.params),
+    )
+
+
 def assumed_params(program: Program, given: dict[str, str] | None = None) -> tuple[Param, ...]:
     """The parameters where no call decides: declared, given, or assumed from their use."""
     given = given or {}
@@ -88,6 +135,14 @@ def assumed_params(program: Program, given: dict[str, str] | None = None) -> tup
         rank = len(found.dims) if found.dims is not None else found.rank
         params.append(Param(found.name, found.kind, element, rank))
     return tuple(params)
+
+
+def assumptions(
+    program: Program, params: tuple[Param, ...], given: dict[str, str]
+) -> tuple[str, ...]:
+    """What was assumed of captures whose type a call decides, one line each."""
+    open_ = [c.name for c in program.captures if c.element is None and c.name not in given]
+    return tuple(f"assumed: {p.name} holds {p.element}" for p in params if p.name in open_)
 
 
 @dataclass(frozen=True)
@@ -111,6 +166,7 @@ class CpuPlan:
 
 def cpu_plan(program: Typed, *, float64: bool, has_kv_lens: bool) -> CpuPlan:
     """Decide the CPU program."""
+    program = with_kernel_names(program, "cpu")
     score, mask = program.score_function, program.mask_function
     return CpuPlan(
         title=f"Attention forward for `{program.name}` on the CPU: tiled PyTorch",
@@ -122,6 +178,3 @@ def cpu_plan(program: Typed, *, float64: bool, has_kv_lens: bool) -> CpuPlan:
         float_type="torch.float64" if float64 else "torch.float32",
         has_kv_lens=has_kv_lens,
     )
-
-
-TEMPLATES: dict[str, type[Any]] = {"cpu/attention_fwd.py": CpuPlan}

@@ -13,7 +13,7 @@ from .ir.capture import Kind
 from .ir.expr import Expr, capture, const, index, make, substitute
 from .ir.ops import Op, Type
 from .passes.fold import base2
-from .plan import DeviceFunction, Param, Typed
+from .plan import DeviceFunction, Param, Typed, with_kernel_names
 from .target import Target, Tile, choose_tile
 
 # Lengths, offsets and int scalars below this are computed with in 32 bits.
@@ -225,6 +225,7 @@ class TritonPlan:
 
 def triton_plan(program: Typed, options: Options, target: Target) -> TritonPlan:
     """Decide the forward kernel."""
+    program = with_kernel_names(program, "triton")
     block_d, block_dv = (
         max(16, 1 << (d - 1).bit_length()) for d in (options.head_dim, options.v_head_dim)
     )

@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import CompositionError
 from .frontend import python, text
-from .frontend.names import Lowered
+from .frontend.names import Lowered, check_name
 from .frontend.source import PythonSource
-from .ir.capture import Capture, Kind
+from .ir.capture import MISSING, Capture, Kind
 from .ir.expr import (
     FALSE,
     TRUE,
@@ -66,6 +66,8 @@ class Program:
 
 def _parameter(found: Capture) -> str:
     default = f" = {found.default!r}" if isinstance(found.default, bool | int | float) else ""
+    if found.kind is Kind.TENSOR and found.dims is None:
+        return f"{found.name}: {found.element or 'tensor'}[...]"
     return found.declaration + default
 
 
@@ -73,8 +75,9 @@ def read(origin: Origin, consts: Mapping[str, Any]) -> Program:
     """The program of an origin; `consts` gives values of const parameters by outer name."""
     match origin:
         case Leaf(source):
-            front = python if isinstance(source, PythonSource) else text
-            return _program(source.name, front.lower(source, consts))  # type: ignore[arg-type]
+            if isinstance(source, PythonSource):
+                return _program(source.name, python.lower(source, consts))
+            return _program(source.name, text.lower(source, consts))
         case Both(left, right):
             return both(read(left, consts), read(right, consts))
         case Either(left, right):
@@ -84,9 +87,10 @@ def read(origin: Origin, consts: Mapping[str, Any]) -> Program:
         case Negated(part):
             return negate(read(part, consts))
         case Renamed(part, names):
+            # An inner name that was changed means something else outside.
+            changed = {name for pair in names for name in pair}
             inner = {old: consts[new] for old, new in names if new in consts}
-            outer = {new for _, new in names}
-            inner.update({k: v for k, v in consts.items() if k not in outer})
+            inner.update({k: v for k, v in consts.items() if k not in changed})
             return rename(read(part, inner), dict(names))
 
 
@@ -198,12 +202,33 @@ def chain(first: Program, second: Program) -> Program:
 def rename(part: Program, names: Mapping[str, str]) -> Program:
     """Captures under other names."""
     known = {c.name for c in part.captures} | {name for name, _ in part.consts}
-    for old in names:
+    for old, new in names.items():
         if old not in known:
             raise CompositionError(
                 f"`{part.name}` has no capture `{old}`",
                 hint=f"it has {', '.join(sorted(known))}" if known else "it has no captures",
             )
+        if not isinstance(new, str):
+            raise CompositionError(
+                f"the new name of `{old}` must be text, not {type(new).__name__}",
+                hint=f'write .rename({old}="other_{old}"); .bind({old}=...) gives it a value',
+            )
+        check_name(new, None)
+
+    captures = tuple(replace(c, name=names.get(c.name, c.name)) for c in part.captures)
+    consts = [(names.get(k, k), v) for k, v in part.consts]
+    renamed = replace(
+        part,
+        score=rename_captures(part.score, names),
+        mask=rename_captures(part.mask, names),
+        captures=merge_captures(captures, ()),
+        consts=_merge_consts(consts),
+    )
+    return _checked(renamed)
+
+
+def rename_captures(root: Expr, names: Mapping[str, str]) -> Expr:
+    """An expression that reads its captures under other names."""
 
     def rule(node: Expr) -> Expr:
         if node.op is Op.CAPTURE and node.attr in names:
@@ -214,14 +239,7 @@ def rename(part: Program, names: Mapping[str, str]) -> Program:
             return size(names[node.attr[0]], node.attr[1], node.span)
         return node
 
-    captures = tuple(replace(c, name=names.get(c.name, c.name)) for c in part.captures)
-    return replace(
-        part,
-        score=rewrite(part.score, rule),
-        mask=rewrite(part.mask, rule),
-        captures=merge_captures(captures, ()),
-        consts=tuple((names.get(k, k), v) for k, v in part.consts),
-    )
+    return rewrite(root, rule)
 
 
 def _require_mask(part: Program, symbol: str) -> None:
@@ -234,21 +252,40 @@ def _require_mask(part: Program, symbol: str) -> None:
 
 
 def _joined(left: Program, right: Program, word: str, *, score: Expr, mask: Expr) -> Program:
-    consts = dict(left.consts)
-    for name, value in right.consts:
-        if consts.get(name, value) != value:
-            raise CompositionError(
-                f"both parts have a const `{name}`, {consts[name]} and {value}",
-                hint=f'.rename({name}="other_{name}") one of them',
-            )
-        consts[name] = value
-    return Program(
+    joined = Program(
         f"{left.name}_{word}_{right.name}",
         score,
         mask,
         merge_captures(left.captures, right.captures),
-        tuple(consts.items()),
+        _merge_consts((*left.consts, *right.consts)),
     )
+    return _checked(joined)
+
+
+def _merge_consts(pairs: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
+    """Consts of both parts; those of equal name must be equal."""
+    consts: dict[str, Any] = {}
+    for name, value in pairs:
+        known = consts.setdefault(name, value)
+        if (known, type(known)) != (value, type(value)):
+            raise CompositionError(
+                f"two different consts are called `{name}`: {known} and {value}",
+                hint=f'.rename({name}="other_{name}") one of them',
+            )
+    return tuple(consts.items())
+
+
+def _checked(program: Program) -> Program:
+    """Raise where one name is both a const and a capture."""
+    for name, _ in program.consts:
+        found = program.capture(name)
+        if found is not None:
+            raise CompositionError(
+                f"`{name}` is a const in one part and a capture in the other",
+                span=found.span,
+                hint=f'.rename({name}="other_{name}") one of them',
+            )
+    return program
 
 
 # -- captures of both parts --------------------------------------------------------------------
@@ -281,11 +318,13 @@ def _unite(left: Capture, right: Capture) -> Capture:
 def _conflict(left: Capture, right: Capture) -> str | None:
     """What tells two captures of one name apart, or None."""
     if left.free != right.free:
-        return "they read different variables"
+        both_free = left.free is not None and right.free is not None
+        return "they read different variables" if both_free else "one is a free variable"
     if left.kind is not right.kind or _differ(left.element, right.element):
         return f"{left.declaration} and {right.declaration}"
     if left.default != right.default or type(left.default) is not type(right.default):
-        return f"default {left.default} and {right.default}"
+        defaults = ["none" if d is MISSING else repr(d) for d in (left.default, right.default)]
+        return f"the defaults are {defaults[0]} and {defaults[1]}"
     if left.kind is Kind.TENSOR and left.dims is not None and right.dims is not None:
         same = len(left.dims) == len(right.dims) and all(
             _unite_dim(a, b) is not _DIFFERENT for a, b in zip(left.dims, right.dims, strict=True)

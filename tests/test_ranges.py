@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from text_cases import cases
 from tile_masks import DIRECTED, Launch, launches, masks, parse
 
 from scoremod.analysis.facts import exact
@@ -16,11 +17,10 @@ from scoremod.analysis.ranges import (
     MAX_PIECES,
     Index,
     Piece,
-    disjoint,
     opened,
-    reduce_rows,
     solve,
 )
+from scoremod.analysis.runs import disjoint, reduce_rows
 from scoremod.ir.evaluate import evaluate
 from scoremod.ir.expr import Expr, postorder
 from scoremod.ir.ops import Op, Type
@@ -37,28 +37,10 @@ def text(piece: Piece, x: str) -> str:
     return "; ".join(words) or "all"
 
 
-CASES = """
-j <= i                                    | j <= i                                 | j <= i
-j <= i and i - j < P                      | i - P + 1 <= j; j <= i                 | j <= i; i <= j + P - 1
-abs(i - j) <= P                           | i - P <= j; j <= i + P                 | j - P <= i; i <= j + P
-j <= i and K[j]                           | j <= i; test K[j]                      | j <= i; if K[j]
-K[i] and j < P                            | j <= P - 1; if K[i]                    | if j - P + 1 <= 0; test K[i]
-T[i] <= j and j < D[i]                    | T[i] <= j; j <= D[i] - 1               | test T[i] - j <= 0; test j - D[i] + 1 <= 0
-2 * j + 1 <= i                            | j <= (i - 1) // 2                      | 2 * j + 1 <= i
-j // 16 <= i // 16                        | j <= 16 * (i // 16) + 15               | 16 * (j // 16) <= i
-D[i] == D[j] and j <= i                   | j <= i; test D[i] - D[j] == 0          | j <= i; test D[i] - D[j] == 0
-X[i] <= 2.0 and j <= i                    | j <= i; if X[i] <= 2.0                 | j <= i; test X[i] <= 2.0
-j <= floor(X[i])                          | j <= floor(X[i])                       | test j <= floor(X[i])
-False                                     |                                        |
-j >= 0                                    | all                                    | all
-"""
-
-
-@pytest.mark.parametrize("case", [line for line in CASES.splitlines() if line])
-def test_case(case: str) -> None:
-    mask, *expected = (part.strip() for part in case.split("|"))
-    found = [" or ".join(text(p, x) for p in solve(parse(mask), x)) for x in ("j", "i")]
-    assert found == expected
+@cases("ranges.txt")
+def test_case(given: str, expected: str) -> None:
+    found = [" or ".join(text(p, x) for p in solve(parse(given), x)) for x in ("j", "i")]
+    assert found == [part.strip() for part in expected.split("|")]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +61,7 @@ def test_solved_in_few_pieces(mask: str, pieces: int) -> None:
     assert len(found) == pieces and all(p.is_pure for p in found)
 
 
-# -- laws --------------------------------------------------------------------------------------------
+# -- laws ----------------------------------------------------------------------------------------
 
 
 def holds(pieces: tuple[Piece, ...], x: Index, launch: Launch) -> tuple[Array, Array]:
@@ -160,7 +142,7 @@ def test_bounds_do_not_overflow(mask: Expr) -> None:
                 assert not fresh or exact(node), show(node)
 
 
-# -- what a kernel does with them --------------------------------------------------------------------
+# -- what a kernel does with them ----------------------------------------------------------------
 
 
 @settings(max_examples=300)
@@ -195,4 +177,4 @@ def test_disjoint() -> None:
 
 
 def test_far_is_past_every_index() -> None:
-    assert FAR == np.iinfo(np.int32).max
+    assert np.iinfo(np.int32).max == FAR

@@ -28,6 +28,7 @@ SCORES = [
 ]
 # fmt: on
 
+EMPTY, FULL = 0, 2
 B, H, HK, D = 2, 4, 2, 8
 RNG = np.random.default_rng(7)
 
@@ -134,6 +135,7 @@ CASES = [
     Case("block_diffusion", 18, 18, {"length": 9, "block": 2}),
     Case("block_diffusion", 7, 16, {"length": 8, "block": 4}, q_offset=5),
     Case("key_padding", 6, 9, {"keep": RNG.random((B, 9)) < 0.6}),
+    Case("key_padding", 140, 300, {"keep": RNG.random((1, 300)) < 0.6}),
     Case("document", 12, 12, {"doc": DOCS}),
     Case("document", 5, 12, {"doc": DOCS[:1].astype(np.int64)}, q_offset=6),
     Case("jagged", 6, 9, {"start": ints([0, 0, 3, 3, 3, 9]), "end": ints([3, 3, 6, 6, 8, 9])}),
@@ -228,6 +230,17 @@ def test_the_call_is_the_formula(case: Case) -> None:
     np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", MASK_CASES, ids=str)
+def test_its_tiles_are_what_they_are_called(case: Case) -> None:
+    captures = {"b": 1, "h": 3, "q_offset": case.q_offset} | case.tensors
+    keep = case.variant.mask_dense(case.q_len, case.kv_len, **captures)
+    tiles = case.variant.tiles(case.q_len, case.kv_len, block_m=3, block_n=4, **captures)
+    for (row, column), kind in np.ndenumerate(tiles.kind):
+        pairs = keep[3 * row : 3 * row + 3, 4 * column : 4 * column + 4]
+        assert kind != EMPTY or not pairs.any()
+        assert kind != FULL or pairs.all()
+
+
 # ---- what the papers say about how many keys a query sees ---------------------------------------
 
 
@@ -320,6 +333,16 @@ def test_nodes_alone_are_queries_after_their_prefix() -> None:
     captures = {"prefix": torch.tensor([5]), "ancestor": torch.from_numpy(ANCESTOR[:1])}
     keep = variants.tree_table.mask_dense(11, 16, q_offset=5, **captures)
     assert (keep.sum(-1) - 5).tolist() == [1, 2, 3, 4, 4, 5, 3, 4, 4, 2, 3]
+
+
+def test_each_row_of_a_batch_may_have_a_prefix_of_its_own() -> None:
+    captures = {"prefix": torch.tensor([5, 4]), "ancestor": torch.from_numpy(ANCESTOR)}
+    q, k, v = (torch.randn(B, 2, 16, D, generator=torch.Generator().manual_seed(1)) for _ in "qkv")
+    whole = variants.tree_table(q, k, v, **captures)
+    nodes = torch.stack([q[0, :, 5:15], q[1, :, 4:14]])
+    out = variants.tree_table(nodes, k, v, q_offset=captures["prefix"], **captures)
+    torch.testing.assert_close(out[0], whole[0, :, 5:15], rtol=0, atol=1e-6)
+    torch.testing.assert_close(out[1], whole[1, :, 4:14], rtol=0, atol=1e-6)
 
 
 # ---- what the papers say about values -----------------------------------------------------------

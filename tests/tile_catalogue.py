@@ -1,6 +1,6 @@
 """The catalogue of masks (variants.md) with realistic parameters, for soundness and tightness.
 
-    for entry in catalogue(1024): entry.number, entry.name, entry.mask, entry.values
+for entry in catalogue(1024): entry.number, entry.name, entry.mask, entry.values
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def positions(n: int, r: np.random.Generator, docs: int) -> Iterator[Row]:
     yield "78", "ring shard, striped", "j * 4 + ko <= i * 4 + qo", {"ko": 3, "qo": 1}
     yield "9", "chunked causal", "i // 192 == j // 192 and j <= i", {}
     yield (
-        "9b", "chunked causal, left pad", "(i - lp) // 192 == (j - lp) // 192 and j <= i and j >= lp",
-        {"lp": 70},
+        "9b", "chunked causal, left pad",
+        "(i - lp) // 192 == (j - lp) // 192 and j <= i and j >= lp", {"lp": 70},
     )  # fmt: skip
     yield "10", "block local + look back", "0 <= i // 48 - j // 48 and i // 48 - j // 48 <= 3", {}
     yield "11", "block causal", "j // 48 <= i // 48", {}

@@ -1,7 +1,7 @@
 """Masks for the tests of the tile analysis: random ones over the language, directed ones.
 
-    @given(masks(), launches())
-    def test_sound(mask, launch): ...
+@given(masks(), launches())
+def test_sound(mask, launch): ...
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from scoremod.frontend.text import parse_expression
 from scoremod.ir.evaluate import evaluate
-from scoremod.ir.expr import Expr, capture, const, index, load, make
-from scoremod.ir.ops import Op, Type
+from scoremod.ir.expr import Expr, const, substitute
+from scoremod.ir.ops import Type
 
 BOOL, INT, FLOAT = Type.BOOL, Type.INT, Type.FLOAT
 
@@ -48,121 +48,100 @@ def parse(text: str, **types: Type) -> Expr:
 
 # -- random masks ----------------------------------------------------------------------------------
 
-I, J = index("i"), index("j")  # noqa: E741
+# What may stand for the letters of the templates below; one letter is one expression throughout.
+LETTERS: dict[str, Type] = {
+    **dict.fromkeys("nmdk", INT),  # n, m numbers, d a divisor, k a literal
+    **dict.fromkeys("pq", BOOL),
+    **dict.fromkeys("xy", FLOAT),
+}
+
+
+def templates(text: str) -> list[Expr]:
+    """One expression for each part between semicolons; `3: n + m` counts three times."""
+    found = []
+    for part in filter(None, map(str.strip, text.replace("\n", " ").split(";"))):
+        times, _, words = part.rpartition(": ")
+        found += [parse(words, **LETTERS)] * int(times or 1)
+    return found
+
+
+DIVISORS = templates("""
+    1; 2; 3; 4; 5; 7; 8; 12; 16; 25; 32; -1; -3; -8; 2: P; N; 2: Z; j - 7; j - 20; C[i]; C[j]
+""")
+SIMPLE_NUMBERS = templates("""
+    2: i; 2: j; i - j; j - i; 2: k; S; T[i]; T[j]; D[i]; D[j]; kv_len; h
+""")
+NUMBERS = templates("""
+    4: i; 4: j; i - j; k; T[i]; D[j];
+    2: n + m; 2: n - m; min(n, m); max(n, m); n * k; n * m; n * S;
+    3: n // d; 3: n % d; n // m; n % m; n // d // -3; n // -2 // d; n % d % 12; n // 4 // d;
+    (n % d + m) % d; n - n % d; n // d * d; (i % 24 + k) % 24; k * n + 5 - k * m; (6 * n + k) % 4;
+    abs(n); -n; ~n; ilog2(n); ilog2(i * S + n); min(max(n, k), S); min(i * S - n, j * S + n);
+    where(p, n, m); n & m; n | m; n ^ m; n << 2; n >> 1; n >> 3; n << C[m]; n >> C[m];
+    n << m; n >> m; n ** 2; n ** 3; int(p); floor(x); ceil(x); round(x); int(x);
+    T[n]; G[n, m]; D[n - 2]; size(T, 0)
+""")
+SIMPLE_FLOATS = templates("""
+    float(n); X[i]; X[j]; X[n]; F; 0.0; 0.5; 2.0; -1.5; 7.25; 3e7; -0.1
+""")
+FLOATS = templates("""
+    4: x; x + y; x - y; x * y; x / y; min(x, y); max(x, y); x % y; x // y; abs(x); -x;
+    exp(x); tanh(x); sqrt(x); log1p(x); where(p, x, y)
+""")
+ATOMS = templates("""
+    2: n <= m; 2: n < m; n == m; n != m; j <= n; j < n; n <= j; i <= n; n < i;
+    x <= y; x < y; x == y; x != y;
+    j // d <= i // d; j // d == i // d; j // d < i // 7; j % d == i % d; (i - j) % d == k;
+    D[i] == D[j]; T[i] <= j; X[i] - X[j] <= x; K[n]; K[j]; A[n, m]; A[C[i], C[j]];
+    A[i // d, j // 8]; ((i - j) & (i - j - 1)) == 0; bool(n); flag
+""")
+JUNCTIONS = templates("""
+    3: p and q; 3: p or q; p == q; p != q; not p; where(p, q, K[j])
+""")
+
 Draw = st.DrawFn
-Make = Callable[[Draw, int], Expr]
 
 
-def _int(low: int, high: int) -> Make:
-    return lambda draw, _: const(draw(st.integers(low, high)))
-
-
-def _op(op: Op, *parts: Make) -> Make:
-    return lambda draw, depth: make(op, *(part(draw, depth) for part in parts))
-
-
-def _load(name: str, *parts: Make) -> Make:
-    return lambda draw, depth: load(name, tuple(p(draw, depth) for p in parts), TYPES[name])
-
-
-def _scalar(name: str) -> Make:
-    return lambda draw, _: capture(name, TYPES[name])
-
-
-def _leaf(e: Expr) -> Make:
-    return lambda draw, _: e
-
-
-def _one(options: list[Make]) -> Make:
-    picks = st.sampled_from(options)
-    return lambda draw, depth: draw(picks)(draw, depth)
-
-
-def _shared(part: Make, use: Callable[[Expr], Make]) -> Make:
-    """The same sub-expression in two places."""
-    return lambda draw, depth: use(part(draw, depth))(draw, depth)
+def _filled(draw: Draw, choices: st.SearchStrategy[Expr], depth: int) -> Expr:
+    template = draw(choices)
+    letters = sorted(template.names & LETTERS.keys())
+    return substitute(template, {a: _FILL[a](draw, depth) for a in letters})
 
 
 def _number(draw: Draw, depth: int) -> Expr:
-    if depth <= 0:
-        return _INT_LEAF(draw, 0)
-    return draw(_INT_CHOICE)(draw, depth - 1)
+    return _filled(draw, _NUMBERS if depth > 0 else _SIMPLE_NUMBERS, depth - 1)
 
 
 def _float(draw: Draw, depth: int) -> Expr:
-    return draw(_FLOAT_CHOICE)(draw, depth - 1)
+    return _filled(draw, _FLOATS if depth > 0 else _SIMPLE_FLOATS, depth - 1)
 
 
 def _condition(draw: Draw, depth: int) -> Expr:
     if depth <= 0 or draw(st.integers(0, 9)) < 5:
-        return draw(_ATOM_CHOICE)(draw, max(depth - 1, 1))
-    return draw(_JUNCTION_CHOICE)(draw, depth - 1)
+        return _filled(draw, _ATOMS, max(depth - 1, 0))
+    return _filled(draw, _JUNCTIONS, depth - 1)
 
 
-_DIVISOR = _one([
-    *[_leaf(const(c)) for c in (1, 2, 3, 4, 5, 7, 8, 12, 16, 25, 32, -1, -3, -8)],
-    *[_scalar(name) for name in ("P", "N", "Z", "P", "Z")],
-    _op(Op.SUB, _leaf(J), _int(0, 20)), _load("C", _leaf(I)), _load("C", _leaf(J)),
-])  # fmt: skip
-_INT_LEAF = _one([
-    _leaf(I), _leaf(J), _leaf(I), _leaf(J), _leaf(I - J), _leaf(J - I), _int(-9, 40), _scalar("S"),
-    *[_load(t, _leaf(x)) for t in "TD" for x in (I, J)], _leaf(index("kv_len")), _leaf(index("h")),
-])  # fmt: skip
-_B = _op  # (shorter rows below)
-_INT_CHOICE = st.sampled_from([
-    _INT_LEAF, _INT_LEAF, _INT_LEAF,
-    *[_op(op, _number, _number) for op in (Op.ADD, Op.SUB, Op.ADD, Op.SUB, Op.MIN, Op.MAX)],
-    _op(Op.MUL, _number, _int(-4, 5)), _op(Op.MUL, _number, _number), _op(Op.MUL, _number, _scalar("S")),
-    *[_op(op, _number, _DIVISOR) for op in (Op.FLOORDIV, Op.MOD) * 3],
-    *[_op(op, _number, _number) for op in (Op.FLOORDIV, Op.MOD)],
-    *[_op(op, _op(op, _number, _DIVISOR), _DIVISOR) for op in (Op.FLOORDIV, Op.MOD)],
-    _shared(_DIVISOR, lambda c: _op(Op.MOD, _op(Op.ADD, _op(Op.MOD, _number, _leaf(c)), _number), _leaf(c))),
-    _shared(_number, lambda x: _shared(_DIVISOR, lambda c: _op(Op.SUB, _leaf(x), _op(Op.MOD, _leaf(x), _leaf(c))))),
-    _shared(_DIVISOR, lambda c: _op(Op.MUL, _op(Op.FLOORDIV, _number, _leaf(c)), _leaf(c))),
-    _op(Op.ABS, _number), _op(Op.NEG, _number), _op(Op.INVERT, _number), _op(Op.ILOG2, _number),
-    _op(Op.MIN, _op(Op.MAX, _number, _int(-9, 40)), _scalar("S")),
-    _op(Op.WHERE, _condition, _number, _number),
-    *[_op(op, _number, _number) for op in (Op.BITAND, Op.BITOR, Op.BITXOR)],
-    *[_op(op, _number, _int(0, 3)) for op in (Op.SHL, Op.SHR)],
-    *[_op(op, _number, _load("C", _number)) for op in (Op.SHL, Op.SHR)],
-    *[_op(op, _number, _number) for op in (Op.SHL, Op.SHR)],
-    _op(Op.POW, _number, _int(0, 3)), _op(Op.INT, _condition),
-    *[_op(op, _float) for op in (Op.FLOOR, Op.CEIL, Op.ROUND, Op.INT)],
-    _load("T", _number), _load("G", _number, _number), _load("D", _op(Op.SUB, _number, _int(-5, 5))),
-])  # fmt: skip
-_FLOAT_LEAF = _one([
-    _op(Op.FLOAT, _number), _load("X", _leaf(I)), _load("X", _leaf(J)), _scalar("F"),
-    lambda draw, _: const(draw(st.sampled_from((0.0, 0.5, 2.0, -1.5, 7.25, 3e7, -0.1)))),
-    _load("X", _number),
-])  # fmt: skip
-_FLOAT_CHOICE = st.sampled_from([
-    *[_FLOAT_LEAF] * 4,
-    *[_op(op, _FLOAT_LEAF, _FLOAT_LEAF) for op in (Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.MIN, Op.MAX, Op.MOD)],
-    *[_op(op, _FLOAT_LEAF) for op in (Op.ABS, Op.NEG, Op.EXP, Op.TANH, Op.SQRT, Op.LOG1P)],
-    _op(Op.WHERE, _condition, _FLOAT_LEAF, _FLOAT_LEAF),
-])  # fmt: skip
-_COMPARISONS = (Op.LE, Op.LT, Op.LE, Op.LT, Op.EQ, Op.NE)
-_ATOM_CHOICE = st.sampled_from([
-    *[_op(op, _number, _number) for op in _COMPARISONS],
-    *[_op(op, _leaf(x), _number) for op in (Op.LE, Op.LT) for x in (I, J)],
-    *[_op(op, _number, _leaf(x)) for op in (Op.LE, Op.LT) for x in (I, J)],
-    *[_op(op, _float, _float) for op in (Op.LE, Op.LT, Op.EQ, Op.NE)],
-    _shared(_DIVISOR, lambda c: _op(Op.LE, _op(Op.FLOORDIV, _leaf(J), _leaf(c)), _op(Op.FLOORDIV, _leaf(I), _leaf(c)))),
-    _shared(_DIVISOR, lambda c: _op(Op.EQ, _op(Op.FLOORDIV, _leaf(J), _leaf(c)), _op(Op.FLOORDIV, _leaf(I), _leaf(c)))),
-    _shared(_DIVISOR, lambda c: _op(Op.EQ, _op(Op.MOD, _leaf(J), _leaf(c)), _op(Op.MOD, _leaf(I), _leaf(c)))),
-    _op(Op.EQ, _op(Op.MOD, _leaf(I - J), _DIVISOR), _int(-3, 6)),
-    _op(Op.EQ, _load("D", _leaf(I)), _load("D", _leaf(J))), _op(Op.LE, _load("T", _leaf(I)), _leaf(J)),
-    _load("K", _number), _load("K", _leaf(J)), _load("A", _number, _number),
-    _load("A", _load("C", _leaf(I)), _load("C", _leaf(J))),
-    _load("A", _op(Op.FLOORDIV, _leaf(I), _DIVISOR), _op(Op.FLOORDIV, _leaf(J), _DIVISOR)),
-    _shared(_leaf(I - J), lambda x: _op(Op.EQ, _op(Op.BITAND, _leaf(x), _op(Op.SUB, _leaf(x), _int(1, 1))), _int(0, 0))),
-    _op(Op.BOOL, _number), _scalar("flag"),
-])  # fmt: skip
-_JUNCTION_CHOICE = st.sampled_from([
-    *[_op(op, _condition, _condition) for op in (Op.AND, Op.OR) * 3],
-    *[_op(op, _condition, _condition) for op in (Op.EQ, Op.NE)],
-    _op(Op.NOT, _condition), _op(Op.WHERE, _condition, _condition, _condition),
-])  # fmt: skip
+def _divisor(draw: Draw, depth: int) -> Expr:
+    return draw(_DIVISORS)
+
+
+def _literal(draw: Draw, depth: int) -> Expr:
+    return const(draw(_LITERALS))
+
+
+_FILL: dict[str, Callable[[Draw, int], Expr]] = {
+    **dict.fromkeys("nm", _number),
+    **dict.fromkeys("pq", _condition),
+    **dict.fromkeys("xy", _float),
+    "d": _divisor,
+    "k": _literal,
+}
+_LITERALS = st.integers(-9, 40)
+_DIVISORS, _SIMPLE_NUMBERS, _NUMBERS, _SIMPLE_FLOATS, _FLOATS, _ATOMS, _JUNCTIONS = map(
+    st.sampled_from,
+    (DIVISORS, SIMPLE_NUMBERS, NUMBERS, SIMPLE_FLOATS, FLOATS, ATOMS, JUNCTIONS),
+)
 
 
 @st.composite
@@ -216,10 +195,12 @@ class Launch:
 
     def kinds(self, dense: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """0 empty, 1 partial, 2 full by enumeration."""
-        rows = [dense[m : m + self.block_m] for m in range(0, self.q_len, self.block_m)]
-        tiles = [[r[:, n : n + self.block_n] for n in range(0, self.kv_len, self.block_n)] for r in rows]
-        kinds = [[int(t.any()) + int(t.all()) for t in row] for row in tiles]
-        return np.asarray(kinds, np.uint8).reshape(len(tiles), -1 if tiles else 0)
+        starts = np.arange(0, self.q_len, self.block_m), np.arange(0, self.kv_len, self.block_n)
+        some, every = dense, dense
+        for axis in (0, 1):
+            some = np.logical_or.reduceat(some, starts[axis], axis)
+            every = np.logical_and.reduceat(every, starts[axis], axis)
+        return some.astype(np.uint8) + every
 
 
 def sample(seed: int, wild: bool) -> dict[str, Any]:
@@ -248,15 +229,19 @@ def sample(seed: int, wild: bool) -> dict[str, Any]:
     }
 
 
+_BLOCKS, _LENGTHS = st.sampled_from((1, 2, 3, 4, 8, 16, 32)), st.integers(1, 96)
+_LAUNCH = (
+    *(_LENGTHS, _LENGTHS, _BLOCKS, _BLOCKS),
+    *(st.sampled_from((0, 0, 5, 33)), st.integers(0, 3)),  # q_offset, h
+    *(st.integers(0, 10**6), st.booleans()),  # seed, wild
+)
+
+
 @st.composite
 def launches(draw: st.DrawFn) -> Launch:
     """Lengths 1 to 96, tiles 1 to 32, offsets, and captures."""
-    blocks = st.sampled_from((1, 2, 3, 4, 8, 16, 32))
-    lengths = st.integers(1, 96)
-    launch = Launch(
-        draw(lengths), draw(lengths), draw(blocks), draw(blocks), draw(st.sampled_from((0, 0, 5, 33))),
-        draw(st.integers(0, 3)), draw(st.integers(0, 10**6)), draw(st.booleans()),
-    )  # fmt: skip
+    launch = Launch(*(draw(part) for part in _LAUNCH))
+    # Few tiles: what they test is the same.
     while -(-launch.q_len // launch.block_m) * -(-launch.kv_len // launch.block_n) > 400:
         launch = replace(launch, block_m=2 * launch.block_m, block_n=2 * launch.block_n)
     return launch

@@ -19,9 +19,10 @@ import numpy as np
 from ..ir.evaluate import Dtype, evaluate
 from ..ir.expr import Expr, capture, postorder, rewrite
 from ..ir.ops import Array, Op, Type
-from .facts import congruence, exact
+from .facts import bounds, congruence, exact
 from .interval import INTERVAL, Interval, bools, point
-from .normal import INT_ZERO, Sum, indices, negation, operands
+from .linear import Sum, indices
+from .normal import INT_ZERO, negation, operands
 from .summary import Pieces, names_one_index, reproducible
 from .tables import RangeTable, TruthTable
 
@@ -149,11 +150,21 @@ def _sum(boxes: Boxes, e: Expr) -> Interval:
     spelled = [p.expr() for p in parts if p.terms]
     if (len(spelled) < 2 and not total.constant) or None in spelled:
         return boxes.by_rule(e)
-    found = [boxes.interval(p) for p in spelled if p is not None and p != e]
-    if len(found) != len(spelled):
-        return boxes.by_rule(e)
-    constant = point(np.asarray(total.constant, np.int64))
-    return _inwards(e, functools.reduce(INTERVAL[Op.ADD], [*found, constant]))
+    lo = hi = np.int64(total.constant)
+    for part in spelled:
+        assert part is not None and part != e
+        x = _within_bounds(part, boxes.interval(part))
+        # The whole sum fits in 64 bits, so no end of it overflows.
+        lo, hi = lo + x.lo, hi + x.hi
+    return _inwards(e, Interval(lo, hi))
+
+
+def _within_bounds(e: Expr, x: Interval) -> Interval:
+    """Bounds that a rule gave up on, cut to what always holds."""
+    if names_one_index(e) and reproducible(e):
+        return x
+    low, high = bounds(e)
+    return Interval(np.maximum(x.lo, low), np.minimum(x.hi, high))
 
 
 def _inwards(e: Expr, x: Interval) -> Interval:

@@ -8,13 +8,14 @@ is exact on it.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..ir.expr import Expr, postorder
 from ..ir.ops import Array, Op, Type
-from .normal import Sum
+from .linear import Sum
 from .summary import NO_PIECE, Pieces, Side, names_one_index, reproducible
 
 # Pieces per tile; a period that would need more is left uncut.
@@ -40,12 +41,19 @@ def cut(mask: Expr, side: Side) -> Pieces:
     return Pieces(side, *at_runs(lo, hi, periods(mask, side.index)))
 
 
+def uncut(side: Side) -> Pieces:
+    """Each tile as one piece."""
+    lo, hi = side.ends
+    return Pieces(side, lo[:, None], hi[:, None])
+
+
 # -- runs ------------------------------------------------------------------------------------------
 
 # What makes a value of its own of each quotient: a table, or the bits of a hash.
 _SCATTERS = frozenset((Op.LOAD, Op.BITAND, Op.BITOR, Op.BITXOR, Op.SHR))
 
 
+@functools.lru_cache(maxsize=512)
 def periods(mask: Expr, x: str) -> list[Period]:
     """The runs in a mask, longest first."""
     found: dict[tuple[int, int], bool] = {}
@@ -138,6 +146,7 @@ def _between_changes(side: Side, change: Array, lo: Array, hi: Array) -> tuple[A
     return np.stack([lo, first, last], 1), np.stack([first - 1, last - 1, hi], 1)
 
 
+@functools.lru_cache(maxsize=512)
 def _table_terms(mask: Expr, x: str) -> list[Expr]:
     """One-index terms with a table, those of equalities first."""
     equal: list[Expr] = []

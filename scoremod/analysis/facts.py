@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..ir.expr import Expr, postorder
 from ..ir.ops import INT_MAX, INT_MIN, Op, Type
@@ -49,14 +50,20 @@ def congruence(e: Expr) -> tuple[int, int]:
 
 
 def fact(root: Expr) -> Fact:
-    """Everything known of `root`; kept with each node, so that a shared node is looked at once."""
-    if "fact" not in root.__dict__:
-        for node in postorder(root):
-            if "fact" not in node.__dict__:
-                node.__dict__["fact"] = _fact(node)
-    result = root.__dict__["fact"]
+    """Everything known of `root`."""
+    result = remembered(root, "fact", _fact)
     assert isinstance(result, Fact)
     return result
+
+
+def remembered(root: Expr, key: str, own: Callable[[Expr], Any]) -> Any:
+    """What `own` finds for a node whose operands have it already; each node is looked at once."""
+    if key not in root.__dict__:
+        new = all(key in a.__dict__ for a in root.args)
+        for node in (root,) if new else postorder(root):
+            if key not in node.__dict__:
+                node.__dict__[key] = own(node)
+    return root.__dict__[key]
 
 
 def magnitude(b: Bounds) -> int:

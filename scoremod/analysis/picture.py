@@ -34,8 +34,8 @@ class TileMap:
     @property
     def counts(self) -> tuple[int, int, int]:
         """How many tiles are empty, partial and full."""
-        empty, partial, full = np.bincount(self.kind.ravel(), minlength=3).tolist()
-        return empty, partial, full
+        partial, full = (int(np.count_nonzero(self.kind == kind)) for kind in (1, 2))
+        return self.kind.size - partial - full, partial, full
 
     @property
     def kept(self) -> float:

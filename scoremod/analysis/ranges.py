@@ -8,13 +8,13 @@ forward, `i` for the backward) where
     every guard is true,  max(los) <= x <= min(his),  and every opaque condition is true.
 
 Bounds and guards are free of x and read the other index (a row), scalars and tables: ordinary
-INT and BOOL expressions with 64-bit meaning in which nothing overflows. A mask without opaque
-conditions is solved completely.
+INT and BOOL expressions with 64-bit meaning, to which solving adds nothing that overflows. A mask
+without opaque conditions is solved completely.
 
-What a kernel does with a piece, in the prologue of a tile of rows (`Runs` is this in NumPy):
+What a kernel does with a piece, in the prologue of a tile of rows (`runs.py` is this in NumPy):
 
 1. Per row: lo = max(first x, *los), hi = min(last x, *his), in int64 and only then narrowed, since
-   bounds reach 2**60; a row whose guard is false gets lo = +FAR and hi = -FAR. `first x` is 0 and
+   a bound may take 64 bits; a row whose guard is false gets lo = +FAR and hi = -FAR. `first x` is 0 and
    `last x` kv_len - 1 for j; q_offset and q_offset + q_len - 1 for i. Rows are logical positions:
    i contains q_offset, in tables too.
 2. visible = [min lo, max hi] over the rows with lo <= hi. Only these x can be true.
@@ -31,76 +31,49 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Literal
 
-import numpy as np
-
-from ..ir.expr import FALSE, Expr, const, index, make, postorder, rewrite
-from ..ir.ops import Array, Op, Type
+from ..ir.expr import Expr, const, index, make, postorder, rewrite
+from ..ir.ops import Op, Type
 from .facts import bounds, exact, magnitude
+from .linear import Sum
 from .normal import (
     INT_ZERO,
-    Sum,
     at_most_zero,
     both,
     either,
-    indices,
     is_zero,
     negation,
     normal,
     normalise,
     operands,
 )
+from .pieces import (
+    EVERYWHERE,
+    FAR,
+    MAX_WORKING,
+    Piece,
+    Pieces,
+    Unsolved,
+    chosen,
+    guard,
+    guarded_by,
+    hull,
+    is_compared_with_zero,
+    join_exclusive,
+    joined,
+    meet,
+)
+
+__all__ = ["FAR", "MAX_PIECES", "Index", "Piece", "Pieces", "opened", "solve", "solved"]
 
 Index = Literal["i", "j"]
 
-# Beyond every index. Lengths are below 2**31, so the last index is below FAR, which fits in int32.
-FAR = 2**31 - 1
 # Pieces that a kernel can hold: four runs per tile lost 1 % of tiles over the catalogue, one 25 %.
 MAX_PIECES = 4
-# Pieces while solving; a sub-formula that needs more stays opaque.
-MAX_WORKING = 16
 # x % C with C from here on has few runs of x, which are worth opening one by one.
 LONG_RUN = 256
-
-
-@dataclass(frozen=True)
-class Piece:
-    """guards and max(los) <= x <= min(his) and opaque."""
-
-    los: tuple[Expr, ...] = ()
-    his: tuple[Expr, ...] = ()
-    guards: tuple[Expr, ...] = ()
-    opaque: tuple[Expr, ...] = ()
-
-    @property
-    def is_pure(self) -> bool:
-        """Whether the piece says exactly where the mask is true."""
-        return not self.opaque
-
-    @property
-    def parts(self) -> tuple[tuple[Expr, ...], ...]:
-        """los, his, guards, opaque."""
-        return self.los, self.his, self.guards, self.opaque
-
-    def meet(self, other: Piece) -> Piece:
-        """Where both hold."""
-        pairs = zip(self.parts, other.parts, strict=True)
-        return Piece(*(tuple(dict.fromkeys(a + b)) for a, b in pairs))
-
-    def implies(self, other: Piece) -> bool:
-        """Whether this one asks for everything that the other asks for."""
-        return all(set(b) <= set(a) for a, b in zip(self.parts, other.parts, strict=True))
-
-
-Pieces = tuple[Piece, ...]  # a disjunction
-EVERYWHERE: Pieces = (Piece(),)
-
-
-class Unsolved(Exception):
-    """An atom that half-lines cannot say; it becomes an opaque condition."""
 
 
 def solve(mask: Expr, x: Index, limit: int = MAX_PIECES) -> Pieces:
@@ -112,8 +85,8 @@ def solve(mask: Expr, x: Index, limit: int = MAX_PIECES) -> Pieces:
     pieces = solved(mask, x)
     if len(pieces) > limit:
         # Costs sharpness in tiles that hold rows of both kinds; an opaque piece costs more.
-        pieces = _join_exclusive(pieces, lambda guard: True, limit)
-    return pieces if len(pieces) <= limit else (_hull(pieces, mask),)
+        pieces = join_exclusive(pieces, lambda guard: True, limit)
+    return pieces if len(pieces) <= limit else (hull(pieces, mask),)
 
 
 # -- conditions ------------------------------------------------------------------------------------
@@ -128,13 +101,6 @@ def solved(e: Expr, x: Index) -> Pieces:
         return rule(e, x) if rule else _opaque(e)
     except Unsolved:
         return _opaque(e)
-
-
-def guard(e: Expr) -> Pieces:
-    """A condition free of x."""
-    if e.is_const:
-        return EVERYWHERE if e.attr else ()
-    return (Piece(guards=tuple(operands(Op.AND, e))),)
 
 
 def _opaque(e: Expr) -> Pieces:
@@ -176,15 +142,10 @@ def _eq(e: Expr, x: Index) -> Pieces:
 
 def _not(e: Expr, x: Index) -> Pieces:
     inner = e.args[0]
-    if inner.op is not Op.EQ or not _integers(inner):
+    if inner.op is not Op.EQ or not is_compared_with_zero(inner):
         return _opaque(e)
     t = inner.args[0]
     return joined(bounded(t, const(-1), x, up=True) + bounded(t, const(1), x, up=False))
-
-
-def _integers(e: Expr) -> bool:
-    """Whether this is a comparison that `normal` has brought to `lin <= 0` or `lin == 0`."""
-    return e.args[0].type is Type.INT and e.args[1] == INT_ZERO
 
 
 _CONDITION: dict[Op, Callable[[Expr, Index], Pieces]] = {
@@ -359,134 +320,8 @@ def by_sign(
     ones = [(g, pieces[0]) for g, pieces in alive if pieces]
     if not ones:
         return ()
-    ends = functools.reduce(lambda no, one: _chosen(one[0], one[1], no), ones[-2::-1], ones[-1][1])
-    return _guarded(ends, either(*(both(g, *p.guards) for g, p in ones)))
-
-
-# -- disjunctions ----------------------------------------------------------------------------------
-
-
-def meet(a: Pieces, b: Pieces) -> Pieces:
-    """Where both disjunctions hold: every pair, without those that contradict themselves."""
-    if len(a) * len(b) > MAX_WORKING:
-        raise Unsolved
-    pairs = (p.meet(q) for p, q in itertools.product(a, b))
-    return tuple(p for p in pairs if not _contradictory(p.guards))
-
-
-def joined(pieces: Pieces) -> Pieces:
-    """The same union in fewer pieces, where that costs nothing."""
-    # Guards free of i and j leave one of two alive at any launch.
-    pieces = _join_exclusive(_absorbed(dict.fromkeys(pieces)), lambda guard: not indices(guard))
-    for up in (True, False):
-        pieces = _join_half_lines(pieces, up)
-    return pieces
-
-
-def _absorbed(pieces: Iterable[Piece]) -> Pieces:
-    kept: list[Piece] = []
-    for p in pieces:
-        if not any(p.implies(q) for q in kept):
-            kept = [q for q in kept if not q.implies(p)] + [p]
-    return tuple(kept)
-
-
-def _join_half_lines(pieces: Pieces, up: bool) -> Pieces:
-    """x <= a or x <= b is x <= max(a, b); a guard makes a bound that lets nothing through."""
-    mine = [p for p in pieces if p.is_pure and not (p.los if up else p.his)]
-    if len(mine) < 2:
-        return pieces
-    if not any(p.los or p.his for p in mine):
-        together = (Piece(guards=(either(*(both(*p.guards) for p in mine)),)),)
-    else:
-        outer = functools.reduce(_greatest if up else _least, (_end(p, up) for p in mine))
-        together = (Piece(his=(outer,)) if up else Piece(los=(outer,)),)
-    return together + tuple(p for p in pieces if p not in mine)
-
-
-_greatest = functools.partial(make, Op.MAX)
-_least = functools.partial(make, Op.MIN)
-
-
-def _end(p: Piece, up: bool, guarded: bool = True) -> Expr:
-    """The piece's bound on one side: far out if it has none, far in where its guards fail."""
-    far = const(FAR if up else -FAR)
-    ends = p.his if up else p.los
-    end = functools.reduce(_least if up else _greatest, ends) if ends else far
-    if not guarded or not p.guards:
-        return end
-    return make(Op.WHERE, both(*p.guards), end, const(-far.attr))
-
-
-def _join_exclusive(pieces: Pieces, take: Callable[[Expr], bool], enough: int = 1) -> Pieces:
-    """Two pure pieces are one where guards that `take` takes exclude each other.
-
-    Its ends are chosen by the guards. Where rows differ in them, a tile's visible run becomes the
-    hull of both.
-    """
-    for p, q in itertools.combinations([p for p in pieces if p.is_pure and p.guards], 2):
-        if len(pieces) <= enough:
-            break
-        ours, theirs = (tuple(filter(take, r.guards)) for r in (p, q))
-        if _contradictory(ours + theirs):
-            one = _chosen(both(*ours), p, q)
-            new = _guarded(one, either(both(*p.guards), both(*q.guards)))
-            rest = tuple(r for r in pieces if r is not p and r is not q)
-            return _join_exclusive((*new, *rest), take, enough)
-    return pieces
-
-
-def _chosen(condition: Expr, p: Piece, q: Piece) -> Piece:
-    """The ends of p where the condition holds, else those of q."""
-
-    def pick(up: bool) -> tuple[Expr, ...]:
-        if not ((p.his or q.his) if up else (p.los or q.los)):
-            return ()
-        yes, no = (_end(r, up, guarded=False) for r in (p, q))
-        return (yes if yes == no else make(Op.WHERE, condition, yes, no),)
-
-    return Piece(pick(False), pick(True))
-
-
-def _guarded(p: Piece, alive: Expr) -> Pieces:
-    return tuple(Piece(p.los, p.his, g.guards) for g in guard(alive))
-
-
-def _contradictory(guards: Sequence[Expr]) -> bool:
-    """Whether guards, as sums compared with 0, cannot hold together."""
-    if FALSE in guards:
-        return True
-    for g in guards:
-        if g.op is Op.OR:
-            rest = tuple(h for h in guards if h is not g)
-            return all(
-                _contradictory((*operands(Op.AND, case), *rest)) for case in operands(Op.OR, g)
-            )
-    sums = [(g.op, Sum.of(g.args[0])) for g in guards if g.op in (Op.LE, Op.EQ) and _integers(g)]
-    return any(_exclude(a, b) for a, b in itertools.combinations(sums, 2)) or any(
-        g.args[0] in guards for g in guards if g.op is Op.NOT
-    )
-
-
-def _exclude(a: tuple[Op, Sum], b: tuple[Op, Sum]) -> bool:
-    """p <= 0 and q <= 0 give p + q <= 0; an equation may be taken with either sign."""
-    signs = {Op.LE: (1,), Op.EQ: (1, -1)}
-    for s, t in itertools.product(signs[a[0]], signs[b[0]]):
-        total = a[1] * s + b[1] * t
-        if not total.terms and total.constant > 0:
-            return True
-    return False
-
-
-def _hull(pieces: Pieces, mask: Expr) -> Piece:
-    """One piece around all of them, with the mask itself as its condition."""
-
-    def ends(up: bool) -> tuple[Expr, ...]:
-        if not all(p.guards or (p.his if up else p.los) for p in pieces):
-            return ()
-        return (functools.reduce(_greatest if up else _least, [_end(p, up) for p in pieces]),)
-
-    return Piece(ends(False), ends(True), (), (mask,))
+    ends = functools.reduce(lambda no, one: chosen(one[0], one[1], no), ones[-2::-1], ones[-1][1])
+    return guarded_by(ends, either(*(both(g, *p.guards) for g, p in ones)))
 
 
 # -- runs of x % C ---------------------------------------------------------------------------------
@@ -536,57 +371,10 @@ def _in_run(mask: Expr, x: Index, c: int, k: int) -> Expr:
 
 def _decided(e: Expr, p: Expr, low: int, high: int) -> Expr:
     """a * p + b <= 0 where all of low..high agree on it."""
-    if e.op is not Op.LE or not _integers(e):
+    if e.op is not Op.LE or not is_compared_with_zero(e):
         return e
     total = Sum.of(e.args[0])
     if set(total.terms) != {p}:
         return e
     ends = [total.terms[p] * end + total.constant <= 0 for end in (low, high)]
     return const(ends[0]) if ends[0] == ends[1] else e
-
-
-# -- in NumPy --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Runs:
-    """What each tile of rows makes of one piece: ranges of x, both ends included.
-
-    Empty where lo > hi. `full` does not know of opaque conditions.
-    """
-
-    lo: Array
-    hi: Array
-    full_lo: Array
-    full_hi: Array
-
-    @property
-    def ends(self) -> tuple[Array, Array, Array, Array]:
-        """lo, hi, full_lo, full_hi."""
-        return self.lo, self.hi, self.full_lo, self.full_hi
-
-
-def reduce_rows(lo: Array, hi: Array, alive: Array, starts: Array) -> Runs:
-    """The runs of tiles, from max(los), min(his) and all(guards) of every row that exists.
-
-    `starts` are the first rows of the tiles.
-    """
-    lo, hi = np.where(alive, lo, FAR), np.where(alive, hi, -FAR)
-    seen = lo <= hi
-    return Runs(
-        np.minimum.reduceat(np.where(seen, lo, FAR), starts),
-        np.maximum.reduceat(np.where(seen, hi, -FAR), starts),
-        np.maximum.reduceat(lo, starts),
-        np.minimum.reduceat(hi, starts),
-    )
-
-
-def disjoint(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Runs [start, end) in order, each cut where the ones before it end."""
-    result, last = [], 0
-    for start, end in sorted(runs):
-        start = max(start, last)
-        if start < end:
-            result.append((start, end))
-            last = end
-    return result

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from ..ir.evaluate import Dtype, evaluate
-from ..ir.expr import Expr, postorder
+from ..ir.expr import Expr
 from ..ir.ops import INT_MAX, INT_MIN, Array, Op, Type
+from .facts import remembered
 from .interval import Interval, bools
-from .normal import INDICES
+from .linear import INDICES
 
 # Functions that a backend may round in another way than NumPy.
 INEXACT = frozenset((
@@ -34,11 +35,12 @@ NO_PIECE = 1 << 40
 
 def reproducible(root: Expr) -> bool:
     """Whether every backend computes the very value that NumPy does."""
-    for node in postorder(root) if "reproducible" not in root.__dict__ else ():
-        inexact = node.op in INEXACT or (node.type is Type.FLOAT and node.op in INEXACT_OF_FLOATS)
-        own = not inexact and all(a.__dict__["reproducible"] for a in node.args)
-        node.__dict__["reproducible"] = own
-    return bool(root.__dict__["reproducible"])
+    return bool(remembered(root, "reproducible", _reproducible))
+
+
+def _reproducible(node: Expr) -> bool:
+    inexact = node.op in INEXACT or (node.type is Type.FLOAT and node.op in INEXACT_OF_FLOATS)
+    return not inexact and all(a.__dict__["reproducible"] for a in node.args)
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Side:
     block: int
     values: Mapping[str, Any]
     strict: Dtype
+    memo: dict[Expr, Array] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def tiles(self) -> int:
@@ -76,8 +79,10 @@ class Side:
         """The value of `e` at every position."""
         if e.op is Op.INDEX and e.attr == self.index:
             return np.arange(self.first, self.first + self.length)
-        parts = [self._stretch(e, k) for k in range(0, self.length, CHUNK)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if e not in self.memo:
+            parts = [self._stretch(e, k) for k in range(0, self.length, CHUNK)]
+            self.memo[e] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return self.memo[e]
 
     def _stretch(self, e: Expr, start: int) -> Array:
         stop = min(start + CHUNK, self.length)

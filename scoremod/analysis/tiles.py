@@ -10,21 +10,24 @@ times as large: what is decided there is not looked at again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..ir.evaluate import Dtype, evaluate
-from ..ir.expr import FALSE, TRUE, Expr, const, load, rewrite
+from ..ir.expr import FALSE, TRUE, Expr, const, index, load, rewrite
 from ..ir.ops import Array, Op, Type
 from .boxes import Boxes, Tables
-from .cuts import cut
-from .normal import INDICES, normal
+from .cuts import cut, uncut
+from .linear import INDICES
+from .normal import normal
 from .picture import TileMap
-from .ranges import FAR, Index, Piece, Runs, opened, reduce_rows
+from .ranges import FAR, Index, Piece, opened
 from .reasons import Atom, explain_atoms
+from .runs import Runs, reduce_rows
 from .summary import Pieces, Side, reproducible
 
 __all__ = ["EMPTY", "FULL", "PARTIAL", "Atom", "TileMap", "classify", "explain_atoms"]
@@ -35,7 +38,7 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 PYRAMID_TILES = 1 << 18
 COARSER = 16
 # Tiles, and boxes of pieces, that are worked on at a time.
-CHUNK_TILES = 1 << 20
+CHUNK_TILES = 1 << 19
 CHUNK_BOXES = 1 << 18
 
 
@@ -147,15 +150,11 @@ def _kinds(mask: Expr, grid: Grid) -> Array:
     if mask in (TRUE, FALSE) or 0 in grid.shape:
         return np.full(grid.shape, FULL if mask == TRUE else EMPTY, np.uint8)
     kinds = _seen_from_afar(mask, grid)
-    by_ranges = [Solved.of(mask, grid, x) for x in ("j", "i")]
-    test = IntervalTest(mask, cut(mask, grid.q), cut(mask, grid.kv), tuple(by_ranges))
+    means = Means.of(mask, grid)
     step = max(1, CHUNK_TILES // grid.kv.tiles)
     for start in range(0, grid.q.tiles, step):
-        rows = slice(start, start + step)
-        for solved in by_ranges:
-            solved.decide(kinds[rows], rows)
-        for q, kv in _undecided(kinds, rows, test.boxes_per_pair):
-            kinds[q, kv] = test.kinds(q, kv)
+        q, kv = np.nonzero(kinds[start : start + step] == PARTIAL)
+        kinds[q + start, kv] = means.kinds(q + start, kv)
     return kinds
 
 
@@ -164,15 +163,38 @@ def _seen_from_afar(mask: Expr, grid: Grid) -> Array:
     if grid.q.tiles * grid.kv.tiles <= PYRAMID_TILES:
         return np.full(grid.shape, PARTIAL, np.uint8)
     coarse = _kinds(mask, grid.coarser)
-    rows = coarse.repeat(COARSER, axis=0)[: grid.q.tiles]
-    return rows.repeat(COARSER, axis=1)[:, : grid.kv.tiles]
+    kinds = np.empty(grid.shape, np.uint8)
+    for row, start in zip(coarse, range(0, grid.q.tiles, COARSER), strict=True):
+        kinds[start : start + COARSER] = row.repeat(COARSER)[: grid.kv.tiles]
+    return kinds
 
 
-def _undecided(kinds: Array, rows: slice, boxes_per_pair: int) -> Iterator[tuple[Array, Array]]:
-    q, kv = np.nonzero(kinds[rows] == PARTIAL)
-    step = max(1, CHUNK_BOXES // boxes_per_pair)
-    for start in range(0, len(q), step):
-        yield q[start : start + step] + rows.start, kv[start : start + step]
+@dataclass(frozen=True)
+class Means:
+    """Ranges in both directions, then intervals over whole tiles, then over pieces of tiles."""
+
+    solved: tuple[Solved, ...]
+    tests: tuple[IntervalTest, ...]
+
+    @staticmethod
+    def of(mask: Expr, grid: Grid) -> Means:
+        """Everything that can be prepared for a mask."""
+        solved = tuple(Solved.of(mask, grid, x) for x in ("j", "i"))
+        whole = IntervalTest(mask, uncut(grid.q), uncut(grid.kv), solved)
+        cutted = IntervalTest(mask, cut(mask, grid.q), cut(mask, grid.kv), solved)
+        return Means(solved, (whole, cutted) if cutted.boxes_per_pair > 1 else (whole,))
+
+    def kinds(self, q: Array, kv: Array) -> Array:
+        """The kinds of pairs of tiles."""
+        kinds = np.full(q.shape, PARTIAL, np.uint8)
+        for solved in self.solved:
+            seen, full = solved.decide(q, kv)
+            kinds[~seen] = EMPTY
+            kinds[full] = FULL
+        for test in self.tests:
+            rest = np.flatnonzero(kinds == PARTIAL)
+            kinds[rest] = test.kinds(q[rest], kv[rest])
+        return kinds
 
 
 @dataclass(frozen=True)
@@ -188,44 +210,31 @@ class Solved:
     def of(mask: Expr, grid: Grid, x: Index) -> Solved:
         """Solve, and evaluate the rows."""
         rows = grid.side("j" if x == "i" else "i")
-        pieces = tuple((p, _runs(p, rows)) for p in opened(mask, x))
+        sure = (_reproducible(p, index(x)) for p in opened(mask, x))
+        pieces = tuple((p, _runs(p, rows)) for p in sure)
         return Solved(x, pieces, *grid.side(x).ends)
 
-    def decide(self, kinds: Array, rows: slice) -> None:
-        """Write down what the runs prove about some q tiles."""
-        seen, full = (np.zeros(kinds.shape, bool) for _ in range(2))
+    def decide(self, q: Array, kv: Array) -> tuple[Array, Array]:
+        """Which pairs of tiles some visible run meets, and which lie within full runs."""
+        seen, full = (np.zeros(q.shape, bool) for _ in range(2))
         for p, runs in self.pieces:
-            hit, inside = self._tiles(runs, rows)
+            hit, inside = self.meets(runs, q, kv)
             seen |= hit
-            if p.is_pure:
-                full |= inside
-        for runs in self._unions():
-            full |= self._tiles(runs, rows)[1]
-        kinds[~seen] = EMPTY
-        kinds[full] = FULL
+            full |= inside & p.is_pure
+        for runs in self.unions:
+            full |= self.meets(runs, q, kv)[1]
+        return seen, full
 
-    def _tiles(self, runs: Runs, rows: slice) -> tuple[Array, Array]:
-        """Tiles that meet the visible run, and those within the full run."""
-        lo, hi, full_lo, full_hi = (self._grid(r, rows) for r in runs.ends)
-        first, last = self._extent(self.lo, rows), self._extent(self.hi, rows)
-        return (first <= hi) & (last >= lo), (first >= full_lo) & (last <= full_hi)
-
-    def _grid(self, x: Array, rows: slice) -> Array:
-        return x[rows][:, None] if self.x == "j" else x[None, :]
-
-    def _extent(self, x: Array, rows: slice) -> Array:
-        return x[None, :] if self.x == "j" else x[rows][:, None]
-
-    def hit(self, q: Array, kv: Array) -> Iterator[tuple[Piece, Array, Array]]:
-        """For each piece, which pairs meet its visible run and which lie within its full run."""
+    def meets(self, runs: Runs, q: Array, kv: Array) -> tuple[Array, Array]:
+        """Which pairs of tiles meet a visible run, and which lie within the full one."""
         row, tile = (q, kv) if self.x == "j" else (kv, q)
         first, last = self.lo[tile], self.hi[tile]
-        for p, runs in self.pieces:
-            lo, hi, full_lo, full_hi = (r[row] for r in runs.ends)
-            yield p, (first <= hi) & (last >= lo), (first >= full_lo) & (last <= full_hi)
+        lo, hi, full_lo, full_hi = (r[row] for r in runs.ends)
+        return (first <= hi) & (last >= lo), (first >= full_lo) & (last <= full_hi)
 
-    def _unions(self) -> list[Runs]:
-        """Full runs of two pure pieces that touch are one: their union may cover a tile."""
+    @functools.cached_property
+    def unions(self) -> list[Runs]:
+        """Full runs of pure pieces that touch are one: their union may cover a tile."""
         full = [(r.full_lo, r.full_hi) for p, r in self.pieces if p.is_pure]
         if len(full) < 2:
             return []
@@ -241,6 +250,17 @@ class Solved:
         return unions
 
 
+def _reproducible(p: Piece, x: Expr) -> Piece:
+    """The piece with what a backend may compute in another way moved to its conditions."""
+    if all(map(reproducible, (*p.los, *p.his, *p.guards))):
+        return p
+    los, his, guards = (tuple(filter(reproducible, q)) for q in (p.los, p.his, p.guards))
+    opaque = [lo <= x for lo in p.los if not reproducible(lo)]
+    opaque += [x <= hi for hi in p.his if not reproducible(hi)]
+    opaque += [g for g in p.guards if not reproducible(g)]
+    return Piece(los, his, guards, (*p.opaque, *opaque))
+
+
 def _runs(p: Piece, rows: Side) -> Runs:
     def row(e: Expr) -> Array:
         return rows.at_positions(e)
@@ -253,7 +273,7 @@ def _runs(p: Piece, rows: Side) -> Runs:
 
 @dataclass(frozen=True)
 class IntervalTest:
-    """The interval test of single tiles."""
+    """The interval test of single tiles, in pieces given by `rows` and `columns`."""
 
     mask: Expr
     rows: Pieces
@@ -267,14 +287,19 @@ class IntervalTest:
 
     def kinds(self, q: Array, kv: Array) -> Array:
         """The kind of each pair of tiles."""
+        step = max(1, CHUNK_BOXES // self.boxes_per_pair)
+        parts = [self._kinds(q[k : k + step], kv[k : k + step]) for k in range(0, len(q), step)]
+        return np.concatenate(parts) if parts else np.zeros(0, np.uint8)
+
+    def _kinds(self, q: Array, kv: Array) -> Array:
         side = self.rows.side
         boxes = Boxes(self.rows, self.columns, q, kv, Tables(side.values, side.strict))
-        maybe, never_false = _over(boxes, self.mask)
+        maybe, surely = _over(boxes, self.mask)
         for solved in self.solved:
             if not all(p.is_pure for p, _ in solved.pieces):
                 some, every = _by_pieces(boxes, solved)
-                maybe, never_false = maybe & some, never_false | every
-        return np.where(~maybe, EMPTY, np.where(never_false, FULL, PARTIAL)).astype(np.uint8)
+                maybe, surely = maybe & some, surely | every
+        return np.where(~maybe, EMPTY, np.where(surely, FULL, PARTIAL)).astype(np.uint8)
 
 
 def _over(boxes: Boxes, e: Expr) -> tuple[Array, Array]:
@@ -286,7 +311,8 @@ def _over(boxes: Boxes, e: Expr) -> tuple[Array, Array]:
 def _by_pieces(boxes: Boxes, solved: Solved) -> tuple[Array, Array]:
     """A pair is empty if it meets no piece, or only where its conditions are never true."""
     some, every = np.zeros(len(boxes.q), bool), np.zeros(len(boxes.q), bool)
-    for p, hit, inside in solved.hit(boxes.q, boxes.kv):
+    for p, runs in solved.pieces:
+        hit, inside = solved.meets(runs, boxes.q, boxes.kv)
         tests = [_over(boxes, e) for e in p.opaque]
         some |= np.logical_and.reduce([hit, *(t for t, _ in tests)])
         every |= np.logical_and.reduce([inside, *(f for _, f in tests)])

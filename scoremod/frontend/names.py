@@ -6,16 +6,20 @@
 
 from __future__ import annotations
 
+import difflib
+import keyword
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import ReservedName, ScoremodError, Span, TypeMismatch, UnknownName, UnsupportedPython
 from ..ir.capture import DIM_OF_INDEX, ELEMENTS, GENERIC, MISSING, Capture, Kind
 from ..ir.evaluate import evaluate
-from ..ir.expr import Expr, capture, const, index, load, make, require_bool, size
-from ..ir.ops import Op, Type
+from ..ir.expr import Expr, capture, const, index, load, make, postorder, require_bool, size
+from ..ir.ops import INT_MAX, INT_MIN, Op, Type
+
+V = TypeVar("V")
 
 RESERVED: dict[str, str] = {
     "s": "the scaled score",
@@ -36,7 +40,11 @@ METHOD_KEYWORDS = frozenset(
 )
 FORBIDDEN = CALL_KEYWORDS | METHOD_KEYWORDS
 
+# Names of numbers: as captures they would hide what the language prints.
+NUMBERS = frozenset(("inf", "nan"))
+
 MAX_LOOP = 4096  # steps of constant loops in one variant
+MAX_TERMS = 100_000  # operations of a score or mask when written out
 MAX_INT = 2**47  # magnitude of captured ints, so that proofs hold modulo 2**64
 
 BINARY: dict[str, Op] = {
@@ -70,8 +78,11 @@ def _op(op: Op) -> Builder:
     return lambda *args, span: make(op, *args, span=span)
 
 
-def _clamp(x: Expr, low: Expr, high: Expr, *, span: Span | None) -> Expr:
-    return make(Op.MIN, make(Op.MAX, x, low, span=span), high, span=span)
+def _clamp(
+    x: Expr, low: Expr | None = None, high: Expr | None = None, *, span: Span | None
+) -> Expr:
+    x = x if low is None else make(Op.MAX, x, low, span=span)
+    return x if high is None else make(Op.MIN, x, high, span=span)
 
 
 def _silu(x: Expr, *, span: Span | None) -> Expr:
@@ -84,7 +95,7 @@ def _relu(x: Expr, *, span: Span | None) -> Expr:
 
 def _log(x: Expr, base: Expr | None = None, *, span: Span | None) -> Expr:
     result = make(Op.LOG, x, span=span)
-    return result if base is None else make(Op.DIV, result, make(Op.LOG, base, span=span), span=span)
+    return result if base is None else make(Op.DIV, result, _log(base, span=span), span=span)
 
 
 def _log10(x: Expr, *, span: Span | None) -> Expr:
@@ -111,11 +122,15 @@ def _xor(a: Expr, b: Expr, *, span: Span | None) -> Expr:
 
 @dataclass(frozen=True)
 class Call:
-    """A function of the language: how many arguments it takes and what it builds."""
+    """A function of the language: how many arguments it takes and what it builds.
+
+    `keywords` gives the builder's name of each argument that may be given by keyword.
+    """
 
     least: int
     most: int | None
     build: Builder
+    keywords: Mapping[str, str] = field(default_factory=dict)
 
 
 def _unary(op: Op) -> Call:
@@ -136,7 +151,7 @@ CALLS: dict[str, Call] = {
     "max": Call(1, None, _fold(Op.MAX)),
     "minimum": Call(2, 2, _op(Op.MIN)),
     "maximum": Call(2, 2, _op(Op.MAX)),
-    "clamp": Call(3, 3, _clamp),
+    "clamp": Call(2, 3, _clamp, {"low": "low", "high": "high", "min": "low", "max": "high"}),
     "pow": Call(2, 2, _op(Op.POW)),
     "silu": Call(1, 1, _silu),
     "relu": Call(1, 1, _relu),
@@ -153,24 +168,73 @@ CALLS: dict[str, Call] = {
 CONSTANTS: dict[str, float] = {"inf": math.inf, "nan": math.nan, "pi": math.pi, "e": math.e}
 
 
-def call(name: str, args: Sequence[Expr], span: Span | None) -> Expr:
+def call(
+    name: str,
+    args: Sequence[Expr],
+    span: Span | None,
+    keywords: Mapping[str, Expr] | None = None,
+) -> Expr:
     """Build a call of a function of the language."""
     if name not in CALLS:
-        raise UnknownName(f"`{name}` is not a function of the language", span=span, hint=_similar(name))
-    function = CALLS[name]
-    if len(args) < function.least or (function.most is not None and len(args) > function.most):
-        wanted = str(function.least) + ("" if function.most == function.least else " or more")
-        raise TypeMismatch(f"`{name}` takes {wanted} arguments, not {len(args)}", span=span)
-    return function.build(*args, span=span)
+        raise unknown_function(name, span)
+    function, given = CALLS[name], {}
+    for keyword_, value in (keywords or {}).items():
+        known = function.keywords.get(keyword_)
+        if known is None or known in given:
+            raise UnsupportedPython(
+                f"`{name}` takes no keyword `{keyword_}` here",
+                span=value.span or span,
+                hint="give arguments by position",
+            )
+        given[known] = value
+    total = len(args) + len(given)
+    if total < function.least or (function.most is not None and total > function.most):
+        raise TypeMismatch(f"`{name}` takes {_arguments(function)}, not {total}", span=span)
+    return function.build(*args, **given, span=span)
+
+
+def _arguments(function: Call) -> str:
+    """How many arguments a function takes, in words."""
+    if function.most == function.least:
+        return count(function.least, "argument")
+    if function.most is None:
+        return f"{function.least} or more arguments"
+    return f"{function.least} to {function.most} arguments"
+
+
+def count(number: int, what: str) -> str:
+    """`1 index`, `2 dimensions`."""
+    plural = "indices" if what == "index" else f"{what}s"
+    return f"{number} {what if number == 1 else plural}"
+
+
+def unknown_function(name: str, span: Span | None) -> ScoremodError:
+    """The error for a call of something that the language does not have."""
+    return UnknownName(
+        f"`{name}` is not a function of the language", span=span, hint=_similar(name)
+    )
+
+
+_REDUCTIONS = frozenset(
+    """sum mean any all prod cumsum cumprod amax amin argmax argmin std var norm softmax logsumexp
+    count_nonzero nansum median""".split()
+)
 
 
 def _similar(name: str) -> str | None:
-    hints = {"softmax": "softmax follows by itself; a variant gives the score before it"}
-    if name in hints:
-        return hints[name]
-    if name in ("sum", "mean", "any", "all", "prod", "cumsum", "amax", "argmax"):
+    if name in ("softmax", "log_softmax", "logsumexp"):
+        return "softmax follows by itself; a variant gives the score before it"
+    if name in _REDUCTIONS:
         return "a variant sees one pair (i, j); reduce over tables before the call and capture it"
-    return None
+    if name in ("item", "tolist"):
+        return "an indexed tensor is a number already"
+    return did_you_mean(name, CALLS)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str | None:
+    """A hint with the nearest known name, if one is near."""
+    close = difflib.get_close_matches(name, known, 1, 0.7)
+    return f"did you mean `{close[0]}`?" if close else None
 
 
 def binary(symbol: str, left: Expr, right: Expr, span: Span | None) -> Expr:
@@ -189,6 +253,36 @@ def compare(symbols: Sequence[str], operands: Sequence[Expr], spans: Sequence[Sp
         result = link if result is None else make(Op.AND, result, link, span=spans[-1])
     assert result is not None
     return result
+
+
+def literal(value: bool | int | float, span: Span | None) -> Expr:
+    """A number of the text; an int must fit in 64 bits."""
+    if isinstance(value, int) and not INT_MIN <= value <= INT_MAX:
+        raise TypeMismatch(
+            f"the integer {_shown(value)} does not fit in 64 bits",
+            span=span,
+            hint="write it as a float, e.g. 1e30",
+        )
+    return const(value, span)
+
+
+def _shown(value: int) -> str:
+    """An int of any size: Python refuses to print thousands of digits."""
+    return str(value) if abs(value) < 10**40 else f"of about {value.bit_length() * 3 // 10} digits"
+
+
+def check_size(root: Expr, span: Span | None) -> Expr:
+    """Raise for what would be endless when written out; shared parts count each time."""
+    sizes: dict[int, int] = {}
+    for node in postorder(root):
+        sizes[id(node)] = 1 + sum(sizes[id(a)] for a in node.args)
+    if sizes[id(root)] > MAX_TERMS:
+        raise UnsupportedPython(
+            f"written out, this is more than {MAX_TERMS} operations",
+            span=span,
+            hint="loops are unrolled; read a table instead",
+        )
+    return root
 
 
 def fold_const(value: Expr) -> bool | int | float | None:
@@ -220,6 +314,7 @@ class Uses:
     capture: Capture
     scalar: Span | None = None  # where it is read without index
     rank: int | None = None
+    least: int = 0  # dimensions that its sizes ask for
     exact: list[set[str | None]] = field(default_factory=list)  # per axis: exact index names
 
 
@@ -241,9 +336,9 @@ class Captures:
         self.consts[name] = value
         return const(value, span)
 
-    def declare(self, found: Capture, owner: str) -> None:
+    def declare(self, found: Capture) -> None:
         """Add a parameter."""
-        check_name(found.name, found.span, owner)
+        check_name(found.name, found.span)
         if found.name in self.uses:
             raise ReservedName(f"`{found.name}` is declared twice", span=found.span)
         self.uses[found.name] = Uses(found)
@@ -251,7 +346,7 @@ class Captures:
     def declare_free(self, found: Capture) -> str:
         """Add a free variable and give the name it is called by."""
         name = found.name
-        if name in FORBIDDEN or name in RESERVED:
+        if name in FORBIDDEN or name in RESERVED or name in NUMBERS:
             name = f"free_{name}"
         known = self.uses.get(name)
         if known is None:
@@ -271,9 +366,10 @@ class Captures:
         found = uses.capture
         if found.kind is Kind.TENSOR and found.dims:
             raise TypeMismatch(
-                f"`{table.name}` is a tensor of {len(found.dims)} dimensions and must be indexed",
+                f"`{table.name}` is a tensor and must be indexed",
                 span=table.span,
-                hint=f"write {table.name}[{', '.join('...' for _ in found.dims)}]",
+                hint=f"it is declared as {found.declaration}: write "
+                f"{table.name}[{', '.join(_index_of(d) for d in found.dims)}]",
             )
         return capture(table.name, found.type, table.span)
 
@@ -284,15 +380,18 @@ class Captures:
         rank = len(found.dims) if found.dims is not None else uses.rank
         if rank is not None and rank != len(table.indices):
             raise TypeMismatch(
-                f"`{table.name}` has {rank} dimensions, but is read with {len(table.indices)} indices",
+                f"`{table.name}` has {count(rank, 'dimension')}, but is read with "
+                f"{count(len(table.indices), 'index')}",
                 span=table.span,
-                hint=f"it is declared as {found.declaration}" if found.dims is not None else None,
+                hint=f"it is declared as {found.declaration}"
+                if found.dims is not None
+                else f"elsewhere it is read with {count(rank, 'index')}",
             )
         if found.kind is Kind.SCALAR and found.element is not None:
             raise TypeMismatch(
                 f"`{table.name}` is declared as {found.element} and cannot be indexed",
                 span=table.span,
-                hint=f'declare it as a tensor, e.g. {table.name}: "f32[H]"',
+                hint=f"declare it as a tensor, e.g. {table.name}: f32[H]",
             )
         self._note(uses, table.indices)
         return load(table.name, table.indices, found.type, table.span)
@@ -305,14 +404,26 @@ class Captures:
             names.add(position.attr if position.op is Op.INDEX else None)
 
     def size(self, name: str, axis: int, span: Span | None) -> Expr:
-        """The length of one dimension."""
+        """The length of one dimension; a negative one counts from the last."""
         uses = self.uses[name]
-        if uses.capture.dims is not None and not 0 <= axis < len(uses.capture.dims):
+        if uses.capture.kind is Kind.SCALAR and uses.capture.element is not None:
             raise TypeMismatch(
-                f"`{name}` has {len(uses.capture.dims)} dimensions, so there is no dimension {axis}",
+                f"`{name}` is declared as {uses.capture.element} and has no dimensions", span=span
+            )
+        rank = len(uses.capture.dims) if uses.capture.dims is not None else uses.rank
+        if rank is not None and not -rank <= axis < rank:
+            raise TypeMismatch(
+                f"`{name}` has {count(rank, 'dimension')}, so there is no dimension {axis}",
                 span=span,
             )
-        return size(name, axis, span)
+        if rank is None and axis < 0:
+            raise TypeMismatch(
+                f"how many dimensions `{name}` has is not known here",
+                span=span,
+                hint="declare them, or count from the first",
+            )
+        uses.least = max(uses.least, axis + 1)
+        return size(name, axis if rank is None else axis % rank, span)
 
     def finish(self) -> tuple[Capture, ...]:
         """The captures, with kinds and dimensions that the body made known."""
@@ -321,15 +432,27 @@ class Captures:
 
 def _finished(uses: Uses) -> Capture:
     found = uses.capture
-    if uses.rank is None or found.dims is not None:
-        return found
+    if found.dims is not None:
+        return replace(found, rank=len(found.dims))
+    if uses.rank is None and not uses.least:
+        # Read as one number: a tensor of no dimensions is a scalar.
+        return replace(found, kind=Kind.SCALAR) if uses.scalar is not None else found
     if uses.scalar is not None:
         raise TypeMismatch(
             f"`{found.name}` is indexed elsewhere, so here it must be indexed too",
             span=uses.scalar,
         )
-    dims = tuple(_dim(names) for names in uses.exact)
-    return replace(found, kind=Kind.TENSOR, dims=dims, rank=uses.rank)
+    if uses.rank is None:
+        dims: tuple[str | None, ...] = (None,) * uses.least
+    else:
+        dims = tuple(_dim(names) for names in uses.exact)
+    if len(dims) < uses.least:
+        raise TypeMismatch(
+            f"`{found.name}` is read with {count(len(dims), 'index')}, "
+            f"so it has no dimension {uses.least - 1}",
+            span=found.span,
+        )
+    return replace(found, kind=Kind.TENSOR, dims=dims, rank=len(dims))
 
 
 def _dim(names: set[str | None]) -> str | None:
@@ -340,10 +463,24 @@ def _dim(names: set[str | None]) -> str | None:
     return DIM_OF_INDEX.get(known.pop() or "") if len(known) == 1 else None
 
 
-def check_name(name: str, span: Span | None, owner: str) -> None:
+_INDEX_OF_DIM = {dim: name for name, dim in DIM_OF_INDEX.items()} | {"L": "i"}
+
+
+def _index_of(dim: str | int | None) -> str:
+    """How a dimension would be indexed, for hints."""
+    return _INDEX_OF_DIM.get(str(dim), "...")
+
+
+def check_name(name: str, span: Span | None) -> None:
     """Raise unless a capture may be called so."""
     if name in RESERVED:
         raise ReservedName(f"`{name}` is reserved: it is {RESERVED[name]}", span=span)
+    if name in NUMBERS:
+        raise ReservedName(f"`{name}` is a number, so no capture can be called so", span=span)
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ReservedName(
+            f"a capture cannot be called `{name}`: a call could not give it by keyword", span=span
+        )
     if name in FORBIDDEN:
         what = "a keyword of the call" if name in CALL_KEYWORDS else "a keyword of a method"
         raise ReservedName(
@@ -356,34 +493,58 @@ def check_name(name: str, span: Span | None, owner: str) -> None:
 def check_number(value: bool | int | float, name: str, span: Span | None) -> None:
     """Raise for an int beyond what proofs may assume."""
     if isinstance(value, int) and abs(value) > MAX_INT:
-        raise TypeMismatch(f"`{name}` is {value}; ints may be at most 2**47 in magnitude", span=span)
+        raise TypeMismatch(
+            f"`{name}` is {_shown(value)}; ints may be at most 2**47 in magnitude",
+            span=span,
+            hint="a float may be larger",
+        )
 
 
 # -- declarations ------------------------------------------------------------------------------
 
 
-
-
 def declared(
     name: str, element: str, dims: tuple[str | int | None, ...] | None, span: Span | None
 ) -> Capture:
-    """A declared capture: a scalar type, or an element type with dimensions."""
+    """A declared capture: a scalar type, or an element type with dimensions.
 
-
-    if dims is None and element in GENERIC:
+    `dims` is `("...",)` where any number of dimensions fits.
+    """
+    if element in GENERIC and dims in (None, ()):
         return Capture(name, Kind.SCALAR, element, span=span)
-    if dims is None and element == "tensor":
-        return Capture(name, Kind.TENSOR, span=span)
-    if dims is not None and (element == "tensor" or element in ELEMENTS):
-        return Capture(
-            name, Kind.TENSOR, None if element == "tensor" else element, dims, span=span
-        )
-    words = ", ".join(w for w in ELEMENTS if w not in GENERIC)
+    if element == "tensor" or (dims is not None and element in ELEMENTS):
+        word = None if element == "tensor" else element
+        if dims == ():  # a tensor of no dimensions serves as a number
+            generic = None if word is None else ELEMENTS[word].value
+            return Capture(name, Kind.SCALAR, generic, span=span)
+        return Capture(name, Kind.TENSOR, word, _known_dims(dims, span), span=span)
     raise TypeMismatch(
         f"`{element}{'' if dims is None else '[...]'}` is not a type",
         span=span,
-        hint=f"scalars are bool, int, float; tensors are tensor[...] or an element ({words}) "
-        "with dimensions, e.g. f32[H]",
+        hint=_type_hint(element, dims is not None),
+    )
+
+
+def _known_dims(
+    dims: tuple[str | int | None, ...] | None, span: Span | None
+) -> tuple[str | int | None, ...] | None:
+    if dims is not None and "..." in dims and dims != ("...",):
+        raise TypeMismatch(
+            "`...` stands for all dimensions, so it stands alone",
+            span=span,
+            hint="write `_` for one dimension without a name",
+        )
+    return None if dims == ("...",) else dims
+
+
+def _type_hint(element: str, has_dims: bool) -> str:
+    if element in ELEMENTS and not has_dims:
+        generic = ELEMENTS[element].value
+        return f"a number is {generic}, a tensor has dimensions, e.g. {element}[H]"
+    words = ", ".join(w for w in ELEMENTS if w not in GENERIC)
+    return did_you_mean(element, [*ELEMENTS, "tensor"]) or (
+        f"numbers are bool, int, float; tensors are tensor[...] or an element ({words}) "
+        "with dimensions, e.g. f32[H]"
     )
 
 
@@ -398,12 +559,17 @@ def with_default(found: Capture, default: Any, span: Span | None) -> Capture:
         )
     check_number(default, found.name, span)
     if found.kind is Kind.TENSOR:
-        raise TypeMismatch(f"the tensor `{found.name}` cannot have a number as default", span=span)
+        raise TypeMismatch(
+            f"the tensor `{found.name}` cannot have a number as default",
+            span=span,
+            hint="give tensors at the call, or fix them with .bind",
+        )
     element = found.element or type(default).__name__
     if (element, type(default)) in _NARROWING:
         raise TypeMismatch(
             f"the default of `{found.name}` is {default!r}, but it is declared as {element}",
             span=span,
+            hint=f"declare it as {type(default).__name__}",
         )
     value = {"bool": bool, "int": int, "float": float}[element](default)
     return replace(found, element=element, default=value)
@@ -439,18 +605,18 @@ def check_mask(mask: Expr, span: Span | None, *, can_use_scores: str) -> Expr:
             span=mask.span or span,
             hint="give -inf from a score instead: where(condition, s, -inf)",
         )
-    return mask
+    return check_size(mask, span)
 
 
-def check_score(score: Expr, span: Span | None) -> Expr:
+def check_score(score: Expr, span: Span | None, *, can_use_masks: str) -> Expr:
     """A score is a float; an int becomes one."""
     if score.type is Type.BOOL:
         raise TypeMismatch(
             "a score must give a float, but this is bool",
             span=score.span or span,
-            hint="use @scoremod.mask for conditions, or where(condition, s, -inf)",
+            hint=f"use {can_use_masks} for conditions, or where(condition, s, -inf)",
         )
-    return make(Op.FLOAT, score, span=score.span or span)
+    return check_size(make(Op.FLOAT, score, span=score.span or span), span)
 
 
 def reserved(name: str, span: Span | None) -> Expr:
@@ -458,28 +624,61 @@ def reserved(name: str, span: Span | None) -> Expr:
     return index(name, span)
 
 
-def unknown(name: str, span: Span | None) -> ScoremodError:
+def at(value: V, span: Span) -> V:
+    """The value of a name, placed where the name is read: errors point at the reader's line."""
+    found: Any = value
+    if isinstance(found, Expr):
+        found = Expr(found.op, found.args, found.attr, found.type, span)
+    elif isinstance(found, Table) and not found.indices:
+        found = replace(found, span=span)
+    return found  # type: ignore[no-any-return]
+
+
+def unknown(name: str, span: Span | None, known: Iterable[str], hint: str) -> ScoremodError:
     """The error for a name that means nothing here."""
-    if name in RESERVED:
-        return UnknownName(
-            f"`{name}` is not a parameter of this function",
-            span=span,
-            hint=f"add it: `{name}` is {RESERVED[name]}",
-        )
     return UnknownName(
         f"`{name}` is not known here",
         span=span,
-        hint="captures are parameters: add it to the function's parameters",
+        hint=_OTHER_WORDS.get(name) or did_you_mean(name, known) or hint,
     )
 
 
-def loop_bound(value: Expr, span: Span | None) -> int:
-    """A bound of a constant loop."""
+_OTHER_WORDS = {
+    "true": "write True",
+    "false": "write False",
+    "none": "there is no such value; a condition is True or False",
+    "None": "there is no such value; a condition is True or False",
+    "infinity": "write inf",
+    "q_idx": "the query index is `i`",
+    "kv_idx": "the key index is `j`",
+    "score": "the score is `s`",
+}
+
+
+def loop_bounds(bounds: Sequence[Expr], span: Span | None, hint: str) -> range:
+    """The steps of a constant loop."""
+    numbers = [constant_int(b, b.span or span, "the bounds of range()", hint) for b in bounds]
+    if not 1 <= len(numbers) <= 3:
+        raise TypeMismatch(f"range() takes one to three bounds, not {len(numbers)}", span=span)
+    if len(numbers) == 3 and numbers[2] == 0:
+        raise TypeMismatch("the step of range() is 0", span=span)
+    return range(*numbers)
+
+
+def constant_int(value: Expr, span: Span | None, what: str, hint: str | None = None) -> int:
+    """A number that is known while compiling: a literal, a const, or made of them."""
     number = fold_const(value)
     if isinstance(number, int) and not isinstance(number, bool):
         return number
-    raise UnsupportedPython(
-        "the bounds of range() must be literals or const",
+    if number is not None:
+        raise TypeMismatch(f"{what} must be ints, but this is {value.type.value}", span=span)
+    raise UnsupportedPython(f"{what} must be literals or const", span=span, hint=hint)
+
+
+def too_many_steps(span: Span | None) -> ScoremodError:
+    """The error for loops that are too long to unroll."""
+    return UnsupportedPython(
+        f"the loops take more than {MAX_LOOP} steps",
         span=span,
-        hint="mark the value with scoremod.const(...); it is then compiled in",
+        hint="loops are unrolled; read a table instead",
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import ReservedName, Span, TypeMismatch, UnknownName, UnsupportedPython
 from ..ir.capture import ELEMENTS, MISSING, Capture, FreeVariable, Kind
-from ..ir.expr import Expr, const, make
+from ..ir.expr import Expr, const, make, require_bool
 from ..ir.ops import Op, Type
 from ..language import Const, Function
 from ..language import const as const_marker
@@ -54,15 +54,19 @@ def lower(source: PythonSource, consts: Mapping[str, Any]) -> Lowered:
         result = reader.run(source.node, environment)
     except RecursionError:
         raise UnsupportedPython(
-            "the expression is nested too deeply", span=source.span(source.node)
+            "this is nested too deeply", span=source.span(source.node), hint=_SHORTER
         ) from None
     span = source.span(source.node)
     if source.role == "mask":
         mask = names.check_mask(result, span, can_use_scores="@scoremod.variant")
         return Lowered(None, mask, captures.finish(), tuple(captures.consts.items()))
-    score = names.check_score(result, span)
+    score = names.check_score(result, span, can_use_masks="@scoremod.mask")
     return Lowered(score, None, captures.finish(), tuple(captures.consts.items()))
 
+
+_SHORTER = "give parts names of their own, or read a table instead of a long chain"
+_CONST_HINT = "mark the value with scoremod.const(...); it is then compiled in"
+MAX_STATEMENTS = 50_000  # read in one variant, over all loops, branches and helpers
 
 # -- parameters --------------------------------------------------------------------------------
 
@@ -73,9 +77,10 @@ def _annotation(node: ast.expr | None, name: str, span: Span) -> Capture:
         return Capture(name, Kind.SCALAR, span=span)
     text = node.value if isinstance(node, ast.Constant) else ast.unparse(node)
     if not isinstance(text, str):
-        raise TypeMismatch(f"`{text}` is not a type", span=span, hint='write e.g. "f32[H]"')
-    if text.split(".")[-1] == "Tensor":
-        return Capture(name, Kind.TENSOR, span=span)
+        raise TypeMismatch(f"`{text!r}` is not a type", span=span, hint='write e.g. "f32[H]"')
+    if text.split(".")[-1] in ("Tensor", "Any", "None"):  # says less than the body
+        kind = Kind.TENSOR if text.endswith("Tensor") else Kind.SCALAR
+        return Capture(name, kind, span=span)
     word, bracket, rest = text.strip().partition("[")
     if not bracket:
         return names.declared(name, word.strip(), None, span)
@@ -86,13 +91,14 @@ def _annotation(node: ast.expr | None, name: str, span: Span) -> Capture:
 
 
 def _dim(word: str, text: str, span: Span) -> str | int | None:
-    if word.isdigit():
+    if word.isdecimal():
         return int(word)
-    if word in ("_", "..."):
-        return None
-    if not word.isidentifier():
-        raise TypeMismatch(f"`{word}` in `{text}` is not a dimension", span=span)
-    return word
+    if word != "..." and not word.isidentifier():
+        raise TypeMismatch(
+            f"`{word}` in `{text}` is not a dimension", span=span,
+            hint="a dimension is a name, an int, or `_`",
+        )  # fmt: skip
+    return None if word == "_" else word
 
 
 # -- the body ----------------------------------------------------------------------------------
@@ -112,7 +118,7 @@ class _Reader:
         self.source, self.captures = source, captures
         self.function = function  # a helper, or None for the source's own function
         self.calls = calls  # the functions being inlined, outermost first
-        self.steps = [0] if steps is None else steps  # loop steps so far, shared
+        self.steps = [0, 0] if steps is None else steps  # of loops, and statements: shared
 
     def span(self, node: ast.AST) -> Span:
         if self.function is None:
@@ -135,15 +141,22 @@ class _Reader:
         environment: Environment = {}
         for parameter in self.source.parameters():
             node = annotations.get(parameter.name)
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or node is None:
-                raise UnsupportedPython(
-                    f"`*{parameter.name}` cannot be a capture", span=self.span(self.source.node),
-                    hint="name each capture",
-                )  # fmt: skip
+            if node is None:
+                raise self.variadic(parameter.name)
             role = roles.get(parameter.name, parameter.name)
             default = MISSING if parameter.default is parameter.empty else parameter.default
             environment[parameter.name] = self.parameter(role, node, default)
         return environment
+
+    def variadic(self, name: str) -> UnsupportedPython:
+        """The error for `*name` or `**name`."""
+        arguments = self.source.node.args
+        stars = "*" if arguments.vararg is not None and arguments.vararg.arg == name else "**"
+        return UnsupportedPython(
+            f"`{stars}{name}` cannot be a capture",
+            span=self.span((arguments.vararg if stars == "*" else arguments.kwarg) or arguments),
+            hint="name each capture: it is given by its name",
+        )
 
     def parameter(self, role: str, node: ast.arg, default: Any) -> Value:
         span = self.span(node)
@@ -155,7 +168,7 @@ class _Reader:
                 )
             return names.reserved(role, span)
         if isinstance(default, Const):
-            names.check_name(role, span, self.source.name)
+            names.check_name(role, span)
             return self.captures.const(role, default.value, span)
         found = _annotation(node.annotation, role, span)
         if default is not MISSING and not isinstance(default, bool | int | float):
@@ -164,13 +177,13 @@ class _Reader:
                 span=span,
                 hint="give tensors at the call, or read them from an enclosing scope",
             )
-        self.captures.declare(names.with_default(found, default, span), self.source.name)
+        self.captures.declare(names.with_default(found, default, span))
         return Table(role, (), span)
 
     def lookup(self, node: ast.Name, environment: Environment) -> Value:
-        if node.id in environment:
-            return environment[node.id]
         span = self.span(node)
+        if node.id in environment:
+            return names.at(environment[node.id], span)
         if self.function is None and node.id == self.source.self_name:
             owner = self.source.owner
             return Object(owner, FreeVariable(("self", id(owner)), lambda: owner, node.id))
@@ -183,9 +196,27 @@ class _Reader:
             found = self.source.free(node.id)
         else:
             found = free_variable(self.function, node.id)
-        if found is None:
-            raise names.unknown(node.id, span)
+        if found is None or found.read() is None:
+            raise self.unknown(node.id, found, environment, span)
         return self.free(node.id, found, span)
+
+    def unknown(
+        self, name: str, found: FreeVariable | None, environment: Environment, span: Span
+    ) -> Exception:
+        """The error for a name that has no value."""
+        if name == self.source.function.__name__:
+            return _recursion(span)
+        if name in names.RESERVED:
+            return UnknownName(
+                f"`{name}` is not a parameter of this function", span=span,
+                hint=f"add it: `{name}` is {names.RESERVED[name]}",
+            )  # fmt: skip
+        if found is not None:
+            return UnknownName(
+                f"`{name}` has no value yet", span=span, hint="assign it before the variant"
+            )
+        hint = f"captures are parameters: add `{name}` to the function's parameters"
+        return names.unknown(name, span, environment, hint)
 
     @property
     def own_code(self) -> types.CodeType:
@@ -204,17 +235,13 @@ class _Reader:
             names.check_number(value, name, span)
             return self.capture(Capture(name, Kind.SCALAR, free=found, span=span))
         if _is_tensor(value):
-            element = None if _element(value) not in ELEMENTS else _element(value)
-            dims = (None,) * len(value.shape)
-            if element is None:
-                raise TypeMismatch(f"`{name}` holds {value.dtype}, not bool, int or float", span=span)
-            if not dims or tuple(value.shape) == (1,):
+            if _element(value) not in ELEMENTS:
+                raise TypeMismatch(
+                    f"`{name}` holds {value.dtype}, not bool, int or float", span=span
+                )
+            if tuple(value.shape) in ((), (1,)):
                 return self.capture(Capture(name, Kind.SCALAR, free=found, span=span))
             return self.capture(Capture(name, Kind.TENSOR, None, None, free=found, span=span))
-        if value is None:
-            raise UnknownName(
-                f"`{name}` has no value yet", span=span, hint="assign it before the variant"
-            )
         return Object(value, found)
 
     def capture(self, found: Capture) -> Table:
@@ -245,6 +272,12 @@ class _Reader:
     def block(self, body: list[ast.stmt], environment: Environment) -> Value | None:
         """Run statements; the value returned, or None when the end is reached."""
         for position, statement in enumerate(body):
+            self.steps[1] += 1
+            if self.steps[1] > MAX_STATEMENTS:
+                raise UnsupportedPython(
+                    "the loops and branches give too many paths", span=self.span(body[0]),
+                    hint="let each `if` that returns do so in every branch",
+                )  # fmt: skip
             rest = body[position + 1 :]
             if isinstance(statement, ast.If):
                 return_early, value = self.if_(statement, rest, environment)
@@ -265,7 +298,7 @@ class _Reader:
         self, node: ast.If, rest: list[ast.stmt], environment: Environment
     ) -> tuple[bool, Value | None]:
         """An elementwise `if`: both branches are read, `where` picks."""
-        condition = self.expr(self.value(node.test, environment), self.span(node.test))
+        condition = self.condition(node.test, environment)
         known = names.fold_const(condition)
         if known is not None:
             returned = self.block(list(node.body if known else node.orelse), environment)
@@ -288,6 +321,13 @@ class _Reader:
             environment[name] = _Unset(name)
         return False, None
 
+    def condition(self, node: ast.expr, environment: Environment) -> Expr:
+        """What an `if` asks; a literal may be a number, as in Python."""
+        value = self.operand(node, environment)
+        if not value.is_const:
+            require_bool(value, "`if`", self.span(node))
+        return value
+
     def where(self, condition: Expr, yes: Value, no: Value, span: Span) -> Value:
         if isinstance(yes, tuple) and isinstance(no, tuple) and len(yes) == len(no):
             return tuple(self.where(condition, a, b, span) for a, b in zip(yes, no, strict=True))
@@ -304,7 +344,7 @@ class _Reader:
 
     def augmented(self, node: ast.AugAssign, environment: Environment) -> None:
         if not isinstance(node.target, ast.Name):
-            raise _unsupported(node, self.span(node))
+            raise _outside(self.span(node.target))
         left = self.expr(self.lookup(node.target, environment), self.span(node.target))
         right = self.expr(self.value(node.value, environment), self.span(node.value))
         symbol = _symbol(node.op, self.span(node))
@@ -317,15 +357,14 @@ class _Reader:
             parts = self.unpack(value, target)
             if len(parts) != len(target.elts):
                 raise TypeMismatch(
-                    f"{len(target.elts)} names for {len(parts)} values", span=self.span(target)
+                    f"{names.count(len(target.elts), 'name')} for "
+                    f"{names.count(len(parts), 'value')}",
+                    span=self.span(target),
                 )
             for name, part in zip(target.elts, parts, strict=True):
                 self.bind(name, part, environment)
         else:
-            raise UnsupportedPython(
-                "a variant cannot change anything outside itself", span=self.span(target),
-                hint="assign to a local name",
-            )  # fmt: skip
+            raise _outside(self.span(target))
 
     def unpack(self, value: Value, node: ast.AST) -> tuple[Value, ...]:
         if isinstance(value, Object) and isinstance(value.value, tuple | list):
@@ -340,15 +379,15 @@ class _Reader:
     def unrolled(self, node: ast.For, environment: Environment) -> list[ast.stmt]:
         """The statements of all steps, each begun by an assignment of the loop variable."""
         if node.orelse:
-            raise _unsupported(node, self.span(node))
+            raise UnsupportedPython(
+                "`else` after a loop has no meaning here", span=self.span(node.orelse[0]),
+                hint="put it after the loop",
+            )  # fmt: skip
         statements: list[ast.stmt] = []
         for value in self.steps_of(node, environment):
             self.steps[0] += 1
             if self.steps[0] > names.MAX_LOOP:
-                raise UnsupportedPython(
-                    f"the loops take more than {names.MAX_LOOP} steps", span=self.span(node),
-                    hint="loops are unrolled; read a table instead",
-                )  # fmt: skip
+                raise names.too_many_steps(self.span(node))
             statements += [_Step(node.target, value), *node.body]
         return statements
 
@@ -357,13 +396,9 @@ class _Reader:
         call = node.iter
         is_range = isinstance(call, ast.Call) and self.is_builtin(call.func, range, environment)
         if isinstance(call, ast.Call) and is_range:
-            bounds = [
-                names.loop_bound(self.expr(self.value(a, environment), self.span(a)), self.span(a))
-                for a in call.args
-            ]
-            if not bounds or len(bounds) > 3 or (len(bounds) == 3 and bounds[2] == 0):
-                raise TypeMismatch("range() takes one to three bounds", span=self.span(call))
-            return (const(k, self.span(node.target)) for k in range(*bounds))
+            bounds = [self.operand(a, environment) for a in call.args]
+            steps = names.loop_bounds(bounds, self.span(call), _CONST_HINT)
+            return (const(k, self.span(node.target)) for k in steps)
         value = self.value(call, environment)
         if isinstance(value, Table | Expr):
             raise UnsupportedPython(
@@ -397,10 +432,12 @@ class _Reader:
             )  # fmt: skip
         if isinstance(value, Const):
             return const(value.value, span)
-        what = type(value.value).__name__ if isinstance(value, Object) else "a function"
-        if isinstance(value, tuple):
-            what = "a tuple"
-        raise TypeMismatch(f"expected a number, but this is {what}", span=span)
+        if isinstance(value, _Shape):
+            raise TypeMismatch(
+                "expected a number, but this is a shape", span=span,
+                hint=f"index it: {value.table.name}.shape[0]",
+            )  # fmt: skip
+        raise TypeMismatch(f"expected a number, but this is {_what(value)}", span=span)
 
     def value(self, node: ast.expr, environment: Environment) -> Value:
         read = _EXPRESSIONS.get(type(node))
@@ -416,7 +453,7 @@ class _Reader:
             raise UnsupportedPython(
                 f"{node.value!r} has no meaning in a variant", span=self.span(node)
             )
-        return const(node.value, self.span(node))
+        return names.literal(node.value, self.span(node))
 
     def tuple_(self, node: ast.Tuple | ast.List, environment: Environment) -> tuple[Value, ...]:
         return tuple(self.value(e, environment) for e in node.elts)
@@ -443,8 +480,11 @@ class _Reader:
         for op in node.ops:
             symbol = _COMPARE.get(type(op))
             if symbol is None:
+                word = {"NotIn": "not in", "IsNot": "is not"}.get(
+                    type(op).__name__, type(op).__name__.lower()
+                )
                 raise UnsupportedPython(
-                    "`in` and `is` have no meaning between numbers", span=self.span(node),
+                    f"`{word}` has no meaning between numbers", span=self.span(node),
                     hint="compare with ==, joined by `or`",
                 )  # fmt: skip
             symbols.append(symbol)
@@ -452,11 +492,11 @@ class _Reader:
         return names.compare(symbols, operands, [self.span(node)] * len(symbols))
 
     def conditional(self, node: ast.IfExp, environment: Environment) -> Value:
-        condition = self.operand(node.test, environment)
-        yes, no = self.value(node.body, environment), self.value(node.orelse, environment)
+        condition = self.condition(node.test, environment)
         known = names.fold_const(condition)
         if known is not None:
-            return yes if known else no
+            return self.value(node.body if known else node.orelse, environment)
+        yes, no = self.value(node.body, environment), self.value(node.orelse, environment)
         return self.where(condition, yes, no, self.span(node))
 
     def subscript(self, node: ast.Subscript, environment: Environment) -> Value:
@@ -465,14 +505,20 @@ class _Reader:
         if isinstance(value, Table):
             return self.index(value, parts, node, environment)
         if isinstance(value, _Shape):
-            axis = names.loop_bound(self.operand(parts[0], environment), self.span(parts[0]))
+            axis = self.constant_int(parts[0], "the dimension of a shape", environment)
             return self.captures.size(value.table.name, axis, self.span(node))
         if isinstance(value, tuple) or (
             isinstance(value, Object) and isinstance(value.value, tuple | list)
         ):
-            position = names.loop_bound(self.operand(parts[0], environment), self.span(parts[0]))
+            if len(parts) != 1:
+                raise TypeMismatch("a tuple has one index", span=self.span(node))
+            position = self.constant_int(parts[0], "the index of a tuple", environment)
             return self.item(value, position, self.span(node))
         raise TypeMismatch("only a captured tensor can be indexed", span=self.span(node.value))
+
+    def constant_int(self, node: ast.expr, what: str, environment: Environment) -> int:
+        value = self.operand(node, environment)
+        return names.constant_int(value, self.span(node), what, _CONST_HINT)
 
     def index(
         self, table: Table, parts: list[ast.expr], node: ast.AST, environment: Environment
@@ -484,7 +530,14 @@ class _Reader:
                 raise UnsupportedPython(
                     "a slice has no meaning here: a variant sees one pair (i, j)",
                     span=self.span(part),
+                    hint="give one index for each dimension",
                 )
+            if isinstance(part, ast.Constant) and part.value in (None, ...):
+                word = "..." if part.value is ... else "None"
+                raise UnsupportedPython(
+                    f"`{word}` has no meaning as an index", span=self.span(part),
+                    hint="give one index for each dimension",
+                )  # fmt: skip
             indices.append(self.one_index(table, len(indices), part, environment))
         return Table(table.name, tuple(indices), self.span(node))
 
@@ -506,7 +559,7 @@ class _Reader:
         """One element of a tuple, of the body or of a free variable."""
         items = value.value if isinstance(value, Object) else value
         if not -len(items) <= position < len(items):
-            raise TypeMismatch(f"the tuple has {len(items)} elements", span=span)
+            raise TypeMismatch(f"the tuple has {names.count(len(items), 'element')}", span=span)
         if not isinstance(value, Object):
             return value[position]
         position %= len(items)
@@ -525,10 +578,12 @@ class _Reader:
         if isinstance(value, Table) and node.attr == "shape":
             return _Shape(value)
         if isinstance(value, Table | Expr):
+            what = "a tensor" if isinstance(value, Table) else "a number"
             raise UnsupportedPython(
-                f"`.{node.attr}` has no meaning on a number", span=self.span(node)
+                f"`.{node.attr}` has no meaning on {what}", span=self.span(node)
             )
-        raise UnknownName(f"there is no `{node.attr}` here", span=self.span(node))
+        label = ast.unparse(node.value)
+        raise UnknownName(f"`{label}` has no `{node.attr}`", span=self.span(node))
 
     # -- calls
 
@@ -551,26 +606,35 @@ class _Reader:
         if name == "const":
             return self.const_call(node, environment)
         if name is not None:
-            return names.call(name, self.arguments(node, environment), span)
+            return self.language_call(name, [], node, environment)
         if isinstance(function.value, types.FunctionType):
             return self.call_helper(function.value, node, environment)
         label = getattr(function.value, "__name__", type(function.value).__name__)
-        names.call(label, [], span)  # raises, with a hint where there is a usual cause
-        raise UnsupportedPython(f"`{label}` cannot be called in a variant", span=span)
+        raise names.unknown_function(str(label), span)
 
-    def arguments(self, node: ast.Call, environment: Environment) -> list[Expr]:
+    def language_call(
+        self, name: str, first: list[Expr], node: ast.Call, environment: Environment
+    ) -> Expr:
+        """A call of a function of the language, as a function or a method."""
+        args = [*first, *(self.operand(a, environment) for a in node.args)]
+        keywords: dict[str, Expr] = {}
         for keyword in node.keywords:
-            if keyword.arg not in ("min", "max"):
+            if keyword.arg is None:
                 raise UnsupportedPython(
-                    f"`{keyword.arg}=` is not supported here", span=self.span(keyword.value),
-                    hint="give arguments by position",
-                )  # fmt: skip
-        values = [*node.args, *(k.value for k in node.keywords)]
-        return [self.operand(a, environment) for a in values]
+                    "`**` has no meaning in a call here", span=self.span(keyword.value)
+                )
+            keywords[keyword.arg] = self.operand(keyword.value, environment)
+        return names.call(name, args, self.span(node), keywords)
+
+    def one_argument(self, node: ast.Call, what: str) -> ast.expr:
+        if len(node.args) != 1 or node.keywords:
+            total = len(node.args) + len(node.keywords)
+            raise TypeMismatch(f"`{what}` takes 1 argument, not {total}", span=self.span(node))
+        return node.args[0]
 
     def const_call(self, node: ast.Call, environment: Environment) -> Expr:
         """`scoremod.const(x)` in the body."""
-        (value,) = node.args
+        value = self.one_argument(node, "const")
         if isinstance(value, ast.Name) and value.id not in environment:
             found = self.source.free(value.id) if self.function is None else free_variable(
                 self.function, value.id
@@ -590,22 +654,21 @@ class _Reader:
         """`x.abs()` and the like, as FlexAttention's users write them."""
         value = self.value(function.value, environment)
         if isinstance(value, Table) and function.attr == "size" and not value.indices:
-            axis = names.loop_bound(self.operand(node.args[0], environment), self.span(node))
+            what = "the dimension of a shape"
+            axis = self.constant_int(self.one_argument(node, "size"), what, environment)
             return self.captures.size(value.name, axis, self.span(node))
         if not isinstance(value, Table | Expr):
             return None
-        receiver = self.expr(value, self.span(function.value))
-        span = self.span(node)
-        if function.attr == "to":
-            return self.to_dtype(receiver, node, environment)
-        name = _METHODS.get(function.attr)
+        name = "to" if function.attr == "to" else _METHODS.get(function.attr)
         if name is None:
-            names.call(function.attr, [], span)
-            raise UnsupportedPython(f"`.{function.attr}()` is not supported", span=span)
-        return names.call(name, [receiver, *self.arguments(node, environment)], span)
+            raise names.unknown_function(function.attr, self.span(node))
+        receiver = self.expr(value, self.span(function.value))
+        if name == "to":
+            return self.to_dtype(receiver, node, environment)
+        return self.language_call(name, [receiver], node, environment)
 
     def to_dtype(self, receiver: Expr, node: ast.Call, environment: Environment) -> Expr:
-        argument = self.value(node.args[0], environment)
+        argument = self.value(self.one_argument(node, "to"), environment)
         word = str(getattr(argument, "value", argument)).removeprefix("torch.")
         for prefix, op in (("float", Op.FLOAT), ("bfloat", Op.FLOAT), ("int", Op.INT)):
             if word.startswith(prefix):
@@ -623,9 +686,11 @@ class _Reader:
             raise TypeMismatch(f"{text!r} is not a number", span=self.span(node)) from None
 
     def length(self, node: ast.Call, environment: Environment) -> Expr:
-        value = self.value(node.args[0], environment)
+        value = self.value(self.one_argument(node, "len"), environment)
         if isinstance(value, Table) and not value.indices:
             return self.captures.size(value.name, 0, self.span(node))
+        if isinstance(value, Table | Expr):
+            raise TypeMismatch("a number has no length", span=self.span(node.args[0]))
         return const(len(self.unpack(value, node)), self.span(node))
 
     def call_local(
@@ -690,10 +755,30 @@ class _Reader:
 
     def check_recursion(self, function: Any, node: ast.Call) -> None:
         if function in self.calls:
-            raise UnsupportedPython(
-                "recursion has no end that a kernel could know", span=self.span(node),
-                hint="use a loop over range() with constant bounds",
-            )  # fmt: skip
+            raise _recursion(self.span(node))
+
+
+def _recursion(span: Span) -> UnsupportedPython:
+    return UnsupportedPython(
+        "recursion has no end that a kernel could know",
+        span=span,
+        hint="use a loop over range() with constant bounds",
+    )
+
+
+def _outside(span: Span) -> UnsupportedPython:
+    return UnsupportedPython(
+        "a variant cannot change anything outside itself", span=span, hint="assign to a local name"
+    )
+
+
+def _what(value: Value) -> str:
+    """A value that is not a number, in words."""
+    if isinstance(value, tuple):
+        return "a tuple"
+    if isinstance(value, LocalFunction) or callable(value.value):
+        return "a function"
+    return f"a {type(value.value).__name__}"
 
 
 class _Step(ast.stmt):
@@ -725,10 +810,16 @@ def _return(reader: _Reader, node: ast.Return, environment: Environment) -> Valu
 
 
 def _expression(reader: _Reader, node: ast.Expr, environment: Environment) -> None:
-    if not isinstance(node.value, ast.Constant):  # a docstring
-        raise UnsupportedPython(
-            "this line has no effect", span=reader.span(node), hint="assign it to a name"
-        )
+    if isinstance(node.value, ast.Constant):  # a docstring
+        return
+    if type(node.value) in _UNSUPPORTED:
+        raise _unsupported(node.value, reader.span(node))
+    called = isinstance(node.value, ast.Call)
+    raise UnsupportedPython(
+        f"`{ast.unparse(node.value)}` has no effect here: a variant is read, not run",
+        span=reader.span(node),
+        hint="take the line out, or use its value" if called else "assign it to a name",
+    )
 
 
 def _nothing(reader: _Reader, node: ast.stmt, environment: Environment) -> None:
@@ -819,7 +910,18 @@ _UNSUPPORTED: dict[type[ast.AST], tuple[str, str | None]] = {
     ast.NamedExpr: ("`:=` is not supported", "assign on a line of its own"),
     ast.JoinedStr: ("text has no meaning in a variant", None),
     ast.Await: ("await has no meaning in a variant", None),
-    ast.Yield: ("yield has no meaning in a variant", None),
+    ast.Yield: ("yield has no meaning in a variant", "return the value"),
+    ast.YieldFrom: ("yield has no meaning in a variant", "return the value"),
+    ast.Delete: ("del has no meaning in a variant", None),
+    ast.ClassDef: ("a class has no meaning in a variant", None),
+    ast.Match: ("match is not supported", "use if and elif"),
+    ast.AsyncFunctionDef: ("async has no meaning in a variant", None),
+    ast.Dict: ("a dict has no meaning in a variant", "use a tuple, or a tensor"),
+    ast.Set: ("a set has no meaning in a variant", "use a tuple, or a tensor"),
+    ast.SetComp: ("comprehensions are not supported", "use a for loop over range()"),
+    ast.DictComp: ("comprehensions are not supported", "use a for loop over range()"),
+    ast.Starred: ("`*` has no meaning in a call here", "write the arguments out"),
+    ast.Slice: ("a slice has no meaning here: a variant sees one pair (i, j)", None),
 }
 
 
@@ -880,12 +982,9 @@ def _member(value: Object, name: str) -> FreeVariable:
 
 def _is_library(found: FreeVariable) -> bool:
     """Whether a value is a constant of math, torch or scoremod, such as math.pi."""
-    return found.place[0] == "module" and found.place[1].split(".")[0] in (
-        "math",
-        "torch",
-        "numpy",
-        "scoremod",
-    ) or (found.label == "inf" and found.read() == math.inf)
+    if found.place[0] == "module":
+        return found.place[1].split(".")[0] in ("math", "torch", "numpy", "scoremod")
+    return found.label == "inf" and found.read() == math.inf
 
 
 def _is_tensor(value: Any) -> bool:

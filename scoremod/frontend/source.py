@@ -12,14 +12,15 @@ import functools
 import inspect
 import linecache
 import os
+import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import lark
 
-from ..errors import LanguageError, SourceUnavailable, Span
+from ..errors import LanguageError, SourceUnavailable, Span, UnsupportedPython
 from ..ir.capture import FreeVariable
 from ..resources import read_text
 
@@ -145,19 +146,29 @@ def read_python(
     while isinstance(function, functools.partial):
         fixed = {**_partial_arguments(function), **fixed}
         function = function.func
-    owner = None
+    owner: Any = None
+    if hasattr(function, "mask_dense"):
+        raise SourceUnavailable(
+            f"`{label}` is a variant already", hint="join variants with &, |, ~ and .then"
+        )
+    if inspect.isclass(function):
+        raise SourceUnavailable(
+            f"`{label}` is a class, so there is no function to read", hint="give an object of it"
+        )
     if not isinstance(function, types.FunctionType | types.MethodType):
-        call = getattr(type(function), "__call__", None)  # noqa: B004 - the method is wanted
+        call: Any = getattr(type(function), "__call__", None)  # noqa: B004 - the method is wanted
         if not isinstance(call, types.FunctionType):
             raise SourceUnavailable(
                 f"`{label}` is not a Python function, so there is no source to read",
                 hint="give a function written with def or lambda, or text to scoremod.parse",
             )
-        owner, function = function, call
+        owner = function
+        function = call
     if isinstance(function, types.MethodType):
         owner, function = function.__self__, function.__func__
     function = inspect.unwrap(function)
-    assert isinstance(function, types.FunctionType)
+    if not isinstance(function, types.FunctionType):
+        raise SourceUnavailable(f"`{label}` wraps something that is not a Python function")
     node = find_node(function)
     return PythonSource(
         function,
@@ -191,6 +202,8 @@ def find_node(function: types.FunctionType) -> FunctionNode:
     """The syntax tree of a function, from the file that it was defined in."""
     code = function.__code__
     tree = _module_tree(code.co_filename)
+    if code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+        raise UnsupportedPython(f"`{code.co_name}` is async, which has no meaning in a variant")
     found = [] if tree is None else [n for n in _functions(tree) if _matches(n, code)]
     if len(found) > 1:
         found = [n for n in found if _contains(n, code)]
@@ -244,7 +257,7 @@ def _contains(node: FunctionNode, code: types.CodeType) -> bool:
     for line, end_line, column, end_column in code.co_positions():
         if None in (line, end_line, column, end_column) or (line, column) == (node.lineno, 0):
             continue
-        if (line, column) < start or (end_line, end_column) > end:  # type: ignore[operator]
+        if (line, column) < start or (end_line, end_column) > end:
             return False
     return True
 
@@ -291,8 +304,16 @@ def parser(start: str = "start") -> lark.Lark:
 
 def read_text_source(text: str, file: str = "<text>", start: str = "start") -> TextSource:
     """Parse mini-language text; a mistake says what was expected."""
+    if not isinstance(text, str):
+        raise LanguageError(
+            f"expected text, but this is {type(text).__name__}",
+            hint='give the text itself: scoremod.parse(Path("alibi.smod").read_text())',
+        )
     if len(text) > MAX_TEXT:
-        raise LanguageError(f"the text has {len(text)} characters; {MAX_TEXT} are allowed")
+        raise LanguageError(
+            f"the text has {len(text)} characters; {MAX_TEXT} are allowed",
+            hint="a variant is a page, not a book: read tables instead of long chains",
+        )
     _check_nesting(text, file)
     try:
         tree: lark.Tree[Any] = parser(start).parse(text)
@@ -312,14 +333,11 @@ def _check_nesting(text: str, file: str) -> None:
                 raise LanguageError(f"brackets are nested more than {MAX_NESTING} deep", span=span)
 
 
+# -- what was expected -------------------------------------------------------------------------
+
 # What the grammar's tokens are called in messages; tokens left out stand for themselves.
 _TOKEN_WORDS = {
     "NAME": "a name",
-    "INTEGER": "a number",
-    "REAL": "a number",
-    "SIGN": "an expression",
-    "TRUE": "an expression",
-    "FALSE": "an expression",
     "LPAR": "(",
     "RPAR": ")",
     "LSQB": "[",
@@ -329,58 +347,109 @@ _TOKEN_WORDS = {
     "COMMA": ",",
     "COLON": ":",
     "EQUAL": "=",
-    "SEMICOLON": ";",
-    "COMPARE": "an operator",
-    "SHIFT": "an operator",
-    "ADDITIVE": "an operator",
-    "MULTIPLICATIVE": "an operator",
-    "VBAR": "an operator",
-    "CIRCUMFLEX": "an operator",
-    "AMPERSAND": "an operator",
-    "_POWER": "an operator",
     "ELLIPSIS": "...",
+    "INTEGER": "a number",
+    "REAL": "a number",
     "$END": "the end of the text",
 }
+# Several tokens that go by one word: the word, the tokens that tell, and those that it stands for.
+_GROUPS: tuple[tuple[str, frozenset[str], frozenset[str]], ...] = tuple(
+    (word, frozenset(tell.split()), frozenset(f"{tell} {others}".split()))
+    for word, tell, others in (
+        (
+            "an operator",
+            "OR",
+            "COMPARE SHIFT ADDITIVE MULTIPLICATIVE VBAR CIRCUMFLEX AMPERSAND _POWER AND IF LSQB "
+            "LPAR",
+        ),
+        ("a statement", "LET SCORE MASK", "FOR NAME SEMICOLON"),
+        ("an expression", "SIGN NAME", "LPAR NOT TRUE FALSE INTEGER REAL"),
+        ("a number", "INTEGER REAL", "TRUE FALSE MINUS NUMBER"),
+    )
+)
+
+
+def _words(expected: Collection[str]) -> str:
+    """The expected tokens in words, those that go by one word together."""
+    words, rest = [], set(expected)
+    for word, tell, stands_for in _GROUPS:
+        if tell <= rest:
+            words.append(word)
+            rest -= stands_for
+    words += sorted({_TOKEN_WORDS.get(token, token.lower()) for token in rest} - set(words))
+    quoted = [w if " " in w else f"`{w}`" for w in words] or ["something else"]
+    return " or ".join(filter(None, (", ".join(quoted[:-1]), quoted[-1])))
 
 
 def _language_error(
     text: str, file: str, error: lark.exceptions.UnexpectedInput
 ) -> LanguageError:
-    at_end = isinstance(error, lark.exceptions.UnexpectedToken) and error.token.type == "$END"
-    if at_end:
+    token = getattr(error, "token", None)
+    if not text.strip():
+        return LanguageError("the text is empty", hint=_BEGIN)
+    if token is not None and token.type == "$END":
         line = text.count("\n") + 1
-        column = len(_line(text, line)) + 1
-        got = "the text ends"
+        found, position, column, got = "", len(text), len(_line(text, line)) + 1, "the text ends"
     else:
+        position = error.pos_in_stream or 0
         line, column = max(error.line, 1), max(error.column, 1)
-        token = getattr(error, "token", None)
-        got = f"this is `{token if token is not None else text[error.pos_in_stream or 0]}`"
+        found = text[position] if token is None else str(token)
+        got = f"this is {_quoted(found)}"
     expected = getattr(error, "accepts", None) or getattr(error, "expected", None)
-    expected = expected or getattr(error, "allowed", None) or set()
-    width = 1 if at_end else max(1, len(str(getattr(error, "token", "x"))))
-    span = Span(file, line, column, column + width, _line(text, line))
-    return LanguageError(f"expected {_words(expected)}, but {got}", span=span, hint=_hint(error))
+    expected = set(expected or getattr(error, "allowed", None) or ())
+    if token is None and "ADDITIVE" in expected:
+        # What an unknown character may be instead is known roughly: more than fits.
+        expected = {"OR", "RBRACE"}
+    span = Span(file, line, column, column + max(1, len(found)), _line(text, line))
+    hint = _hint(text[:position], found, text[position : position + 2], expected)
+    return LanguageError(f"expected {_words(expected)}, but {got}", span=span, hint=hint)
 
 
-def _words(expected: Any) -> str:
-    words = sorted({_TOKEN_WORDS.get(t, t.lower()) for t in expected})
-    if "a name" in words and "an expression" in words:
-        words = [w for w in words if w not in ("a name", "a number", "(", "not", "an expression")]
-        words.insert(0, "an expression")
-    quoted = [w if " " in w else f"`{w}`" for w in words]
-    if not quoted:
-        return "something else"
-    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+def _quoted(found: str) -> str:
+    return f"`{found}`" if found.isprintable() else repr(found)
 
 
-def _hint(error: lark.exceptions.UnexpectedInput) -> str | None:
-    token = str(getattr(error, "token", "") or "")
-    if token == "variant":
-        return "a text holds one variant; put the others in texts of their own"
-    if token in ("def", "return"):
-        return "this is Python; decorate a function with @scoremod.variant instead"
-    if token == "&&" or token == "||":
-        return "write `and`, `or`"
+_BEGIN = "begin with `variant name(captures) {`"
+_PYTHON = "this is Python; decorate a function with @scoremod.variant instead"
+# Usual causes: by the word or sign that is not expected, or that stands before it.
+_CAUSES = {
+    "variant": "a text holds one variant; put the others in texts of their own",
+    "def": _PYTHON,
+    "import": _PYTHON,
+    "from": _PYTHON,
+    "@": _PYTHON,
+    "return": "say `score` or `mask` instead",
+    "if": "there is no if statement; write `a if condition else b`",
+    "elif": "there is no if statement; write `a if condition else b`",
+    "else": "there is no if statement; write `a if condition else b`",
+    "while": "use `for k in range(8) { ... }`",
+    "&&": "write `and`",
+    "||": "write `or`",
+    "!": "write `not`",
+    "<>": "write `!=`",
+    "?": "write `a if condition else b`",
+    "=": "compare with `==`; a value is named by a statement of its own: let x = ...",
+    ".": "there are no attributes; the length of a dimension is size(table, 0)",
+    ":": "a block stands in braces: { ... }",
+    "'": "there is no text in a variant",
+    '"': "there is no text in a variant",
+    "*": "name each capture: it is given by its name",
+}
+
+
+def _hint(before: str, found: str, ahead: str, expected: Collection[str]) -> str | None:
+    """The usual cause of a mistake, if there is one."""
+    if expected == {"VARIANT"}:
+        return _CAUSES.get(found, _BEGIN)
+    if "RBRACE" in expected and not found:
+        return "a `{` is not closed"
+    if expected == {"EQUAL"}:  # a name where a statement begins
+        name = (re.findall(r"\w+", before) or ["it"])[-1]
+        return _CAUSES.get(name, f"is an operator missing before `{name}`?")
+    for cause in (before[-1:] + ahead[:1], ahead, found):
+        is_alone = cause != "*" or "CONST" in expected
+        if cause in _CAUSES and is_alone:
+            return _CAUSES[cause]
+    if found in (")", "]", "}") and "RBRACE" in expected:
+        return f"this `{found}` closes nothing"
     return None
-
-

@@ -6,21 +6,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lark import Token, Tree
 
-from ..errors import LanguageError, Span, TypeMismatch, UnknownName, UnsupportedPython
+from ..errors import LanguageError, ReservedName, Span, TypeMismatch
 from ..ir.capture import MISSING, Capture, Kind
-from ..ir.expr import Expr, const, make
+from ..ir.expr import Expr, const, make, require_bool
 from ..ir.ops import Op, Type
 from . import names
 from .names import Captures, Lowered, Table
 from .source import TextSource, read_text_source
 
+MAX_DIGITS = 1000  # of an integer; Python itself refuses to read some thousands
+_CONST_HINT = "declare it as a const: const n: int = 8; it is then compiled in"
+
 Value = Expr | Table
-Node = Tree[Any] | Token
+Node = Any  # Tree[Any] | Token
 Environment = dict[str, Value]
 
 
@@ -34,7 +37,10 @@ def lower(source: TextSource, consts: Mapping[str, Any]) -> Lowered:
     try:
         reader.block(block, environment)
     except RecursionError:
-        raise LanguageError("the expression is nested too deeply", span=source.span(block)) from None
+        raise LanguageError(
+            "this is nested too deeply", span=source.span(block),
+            hint="give parts names of their own with `let`",
+        ) from None  # fmt: skip
     if reader.score is None and reader.mask is None:
         raise LanguageError(
             "a variant needs a score or a mask", span=source.span(variant),
@@ -77,13 +83,13 @@ class _Reader:
 
     # -- parameters
 
-    def parameters(self, node: Tree[Any] | None) -> Environment:
+    def parameters(self, node: Node | None) -> Environment:
         environment: Environment = {}
         for parameter in node.children if node is not None else ():
             environment[str(parameter.children[1])] = self.parameter(parameter)
         return environment
 
-    def parameter(self, node: Tree[Any]) -> Value:
+    def parameter(self, node: Node) -> Value:
         is_const, token, declared, default = node.children
         name, span = str(token), self.span(token)
         value = MISSING if default is None else self.default(default)
@@ -94,13 +100,18 @@ class _Reader:
             element, *dims = declared.children
             is_tensor = declared.data == "tensor_type"
             found = names.declared(
-                name, str(element), tuple(_dim(d) for d in dims if d) if is_tensor else None, span
+                name,
+                str(element),
+                tuple(_dim(d) for d in dims if d) if is_tensor else None,
+                self.span(declared),
             )
-        self.captures.declare(names.with_default(found, value, span), self.source.name)
+            found = replace(found, span=span)
+        at = span if default is None else self.span(default)
+        self.captures.declare(names.with_default(found, value, at))
         return Table(name, (), span)
 
     def const_parameter(self, name: str, declared: Any, value: Any, span: Span) -> Expr:
-        names.check_name(name, span, self.source.name)
+        names.check_name(name, span)
         value = self.captures.given.get(name, value)
         if value is MISSING:
             raise LanguageError(
@@ -108,11 +119,12 @@ class _Reader:
             )
         if declared is not None:
             element = str(declared.children[0])
-            found = names.declared(name, element, None, span)
+            dims = None if declared.data == "scalar_type" else ()
+            found = names.declared(name, element, dims, self.span(declared))
             value = names.with_default(found, value, span).default
         return self.captures.const(name, value, span)
 
-    def default(self, node: Tree[Any]) -> bool | int | float:
+    def default(self, node: Node) -> bool | int | float:
         if node.data == "negative_default":
             return -self.default(node.children[0])
         value = self.expr(_EXPRESSIONS[node.data](self, node, {}), node)
@@ -120,53 +132,61 @@ class _Reader:
 
     # -- statements
 
-    def block(self, node: Tree[Any], environment: Environment) -> None:
+    def block(self, node: Node, environment: Environment) -> None:
         for statement in node.children:
             _STATEMENTS[statement.data](self, statement, environment)
 
-    def assign(self, node: Tree[Any], environment: Environment) -> None:
+    def assign(self, node: Node, environment: Environment) -> None:
         target, value = node.children
-        name = str(target.children[0])
-        if name in names.RESERVED:
-            raise LanguageError(
-                f"`{name}` is reserved: it is {names.RESERVED[name]}", span=self.span(target)
-            )
+        name = self.target(target.children[0])
         environment[name] = self.value(value, environment)
 
-    def for_loop(self, node: Tree[Any], environment: Environment) -> None:
+    def target(self, token: Token) -> str:
+        """A name that may be assigned."""
+        name = str(token)
+        if name in names.RESERVED or name in names.NUMBERS:
+            what = names.RESERVED.get(name, "a number")
+            raise ReservedName(
+                f"`{name}` is reserved: it is {what}", span=self.span(token),
+                hint="give it another name",
+            )  # fmt: skip
+        return name
+
+    def for_loop(self, node: Node, environment: Environment) -> None:
         target, arguments, body = node.children
-        bounds = [
-            names.loop_bound(self.operand(a, environment), self.span(a)) for a in arguments.children
-        ]
-        if not bounds or len(bounds) > 3 or (len(bounds) == 3 and bounds[2] == 0):
-            raise TypeMismatch("range() takes one to three bounds", span=self.span(arguments))
-        for value in range(*bounds):
+        name = self.target(target)
+        bounds = [self.operand(a, environment) for a in arguments.children]
+        for value in names.loop_bounds(bounds, self.span(arguments), _CONST_HINT):
             self.steps += 1
             if self.steps > names.MAX_LOOP:
-                raise UnsupportedPython(
-                    f"the loops take more than {names.MAX_LOOP} steps", span=self.span(node)
-                )
-            environment[str(target)] = const(value, self.span(target))
+                raise names.too_many_steps(self.span(node))
+            environment[name] = const(value, self.span(target))
             self.block(body, environment)
 
-    def set_score(self, node: Tree[Any], environment: Environment) -> None:
+    def set_score(self, node: Node, environment: Environment) -> None:
         value = self.operand(node.children[0], environment)
         if self.score is not None:
-            raise LanguageError("a variant has one score", span=self.span(node))
-        self.score = names.check_score(value, self.span(node))
+            raise LanguageError(
+                "a variant has one score, and this is another", span=self.span(node),
+                hint="name the first with `let` and use it in the second",
+            )  # fmt: skip
+        self.score = names.check_score(value, self.span(node), can_use_masks="`mask`")
 
-    def set_mask(self, node: Tree[Any], environment: Environment) -> None:
+    def set_mask(self, node: Node, environment: Environment) -> None:
         value = self.operand(node.children[0], environment)
         if self.mask is not None:
-            raise LanguageError("a variant has one mask", span=self.span(node), hint="join with and")
+            raise LanguageError(
+                "a variant has one mask, and this is another", span=self.span(node),
+                hint="join them with `and`",
+            )  # fmt: skip
         self.mask = names.check_mask(value, self.span(node), can_use_scores="`score`")
 
     # -- expressions
 
     def value(self, node: Node, environment: Environment) -> Value:
-        return _EXPRESSIONS[node.data if isinstance(node, Tree) else node.type](
-            self, node, environment
-        )
+        read: Callable[[_Reader, Any, Environment], Value] = _EXPRESSIONS[node.data]
+        found: Value = read(self, node, environment)
+        return found
 
     def expr(self, value: Value, node: Node) -> Expr:
         if isinstance(value, Expr):
@@ -176,27 +196,31 @@ class _Reader:
     def operand(self, node: Node, environment: Environment) -> Expr:
         return self.expr(self.value(node, environment), node)
 
-    def name(self, node: Tree[Any], environment: Environment) -> Value:
+    def name(self, node: Node, environment: Environment) -> Value:
         name, span = str(node.children[0]), self.span(node)
         if name in environment:
-            return environment[name]
+            return names.at(environment[name], span)
         if name in names.RESERVED:
             return names.reserved(name, span)
         if name in names.CONSTANTS:
             return const(names.CONSTANTS[name], span)
-        raise UnknownName(
-            f"`{name}` is not known here", span=span,
-            hint="declare it: variant name(" + name + ": float) {...}",
-        )  # fmt: skip
+        known = (*environment, *names.RESERVED)
+        hint = f"add it to the parameters, or name a value: let {name} = ..."
+        raise names.unknown(name, span, known, hint)
 
-    def integer(self, node: Tree[Any], environment: Environment) -> Expr:
-        return const(int(node.children[0], 0 if node.children[0][:1] == "0" and
-                         not node.children[0].isdigit() else 10), self.span(node))  # fmt: skip
+    def integer(self, node: Node, environment: Environment) -> Expr:
+        text, span = str(node.children[0]).lower(), self.span(node)
+        if len(text) > MAX_DIGITS:
+            raise TypeMismatch(
+                f"an integer of {len(text)} digits does not fit in 64 bits", span=span,
+                hint="write it as a float, e.g. 1e30",
+            )  # fmt: skip
+        return names.literal(int(text, 0 if text[:2] in ("0x", "0b") else 10), span)
 
-    def real(self, node: Tree[Any], environment: Environment) -> Expr:
+    def real(self, node: Node, environment: Environment) -> Expr:
         return const(float(node.children[0]), self.span(node))
 
-    def binary(self, node: Tree[Any], environment: Environment) -> Expr:
+    def binary(self, node: Node, environment: Environment) -> Expr:
         left, symbol, right = node.children
         return names.binary(
             str(symbol),
@@ -205,26 +229,28 @@ class _Reader:
             self.span(node),
         )
 
-    def prefix(self, node: Tree[Any], environment: Environment) -> Expr:
+    def prefix(self, node: Node, environment: Environment) -> Expr:
         symbol, operand = node.children
         value = self.operand(operand, environment)
         if symbol == "+":
             return value
         return make(names.PREFIX[str(symbol)], value, span=self.span(node))
 
-    def compare(self, node: Tree[Any], environment: Environment) -> Expr:
+    def compare(self, node: Node, environment: Environment) -> Expr:
         operands = [self.operand(n, environment) for n in node.children[::2]]
         symbols = [str(t) for t in node.children[1::2]]
         return names.compare(symbols, operands, [self.span(node)] * len(symbols))
 
-    def conditional(self, node: Tree[Any], environment: Environment) -> Expr:
-        yes, condition, no = (self.operand(n, environment) for n in node.children)
+    def conditional(self, node: Node, environment: Environment) -> Expr:
+        condition = self.operand(node.children[1], environment)
         known = names.fold_const(condition)
         if known is not None:
-            return yes if known else no
+            return self.operand(node.children[0 if known else 2], environment)
+        require_bool(condition, "`if`", self.span(node.children[1]))
+        yes, no = (self.operand(n, environment) for n in node.children[::2])
         return make(Op.WHERE, condition, yes, no, span=self.span(node))
 
-    def subscript(self, node: Tree[Any], environment: Environment) -> Value:
+    def subscript(self, node: Node, environment: Environment) -> Value:
         target, arguments = node.children
         table = self.value(target, environment)
         if not isinstance(table, Table):
@@ -241,25 +267,27 @@ class _Reader:
             return make(Op.ADD, self.captures.size(table.name, axis, span), position, span=span)
         return position
 
-    def call(self, node: Tree[Any], environment: Environment) -> Expr:
+    def call(self, node: Node, environment: Environment) -> Expr:
         token, arguments = node.children
         name, parts = str(token), list(arguments.children) if arguments is not None else []
         if name == "size":
             return self.size(node, parts, environment)
         return names.call(name, [self.operand(a, environment) for a in parts], self.span(node))
 
-    def size(self, node: Tree[Any], parts: list[Node], environment: Environment) -> Expr:
+    def size(self, node: Node, parts: list[Node], environment: Environment) -> Expr:
         table = self.value(parts[0], environment) if parts else None
         if not isinstance(table, Table) or table.indices or len(parts) != 2:
             raise TypeMismatch("write size(table, dimension)", span=self.span(node))
-        axis = names.loop_bound(self.operand(parts[1], environment), self.span(parts[1]))
+        axis = names.constant_int(
+            self.operand(parts[1], environment), self.span(parts[1]), "the dimension of size()"
+        )
         return self.captures.size(table.name, axis, self.span(node))
 
 
 def _dim(token: Token) -> str | int | None:
     if token.type == "INTEGER":
-        return int(token, 0)
-    return None if token in ("...", "_") else str(token)
+        return int(token[:MAX_DIGITS]) if token.isdecimal() else int(token[:MAX_DIGITS], 0)
+    return None if token == "_" else str(token)
 
 
 def _is_negative_literal(node: Node) -> bool:

@@ -1,7 +1,7 @@
 """What a variant knows of a captured value: its name, type, dimensions and default.
 
-    slopes: "f32[H]"     ->  Capture("slopes", kind=TENSOR, element="f32", dims=("H",))
-    window: int = 4096   ->  Capture("window", kind=SCALAR, element="int", default=4096)
+slopes: "f32[H]"     ->  Capture("slopes", kind=TENSOR, element="f32", dims=("H",))
+window: int = 4096   ->  Capture("window", kind=SCALAR, element="int", default=4096)
 """
 
 from __future__ import annotations

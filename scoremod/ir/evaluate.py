@@ -1,6 +1,6 @@
 """The meaning of an expression, by NumPy: the slow, obvious way that the others are tested against.
 
-    evaluate(j <= i, {"i": np.arange(4)[:, None], "j": np.arange(4)})   ->   a triangle of bools
+evaluate(j <= i, {"i": np.arange(4)[:, None], "j": np.arange(4)})   ->   a triangle of bools
 """
 
 from __future__ import annotations

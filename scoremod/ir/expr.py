@@ -49,14 +49,9 @@ class Expr:
     @property
     def digest(self) -> bytes:
         """16 bytes that are equal exactly for equal expressions (a DAG is hashed once a node)."""
-        cached = self.__dict__.get("digest")
-        if cached is None:
-            for node in postorder(self):
-                if "digest" not in node.__dict__:
-                    node.__dict__["digest"] = _digest(node)
-            cached = self.__dict__["digest"]
-        assert isinstance(cached, bytes)
-        return cached
+        digest = kept(self, "digest", _digest)
+        assert isinstance(digest, bytes)
+        return digest
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Expr) and (self is other or self.digest == other.digest)
@@ -74,14 +69,9 @@ class Expr:
     @property
     def names(self) -> frozenset[str]:
         """The indices and captures that the value depends on."""
-        cached = self.__dict__.get("names")
-        if cached is None:
-            for node in postorder(self):
-                if "names" not in node.__dict__:
-                    node.__dict__["names"] = _own_names(node).union(*(a.names for a in node.args))
-            cached = self.__dict__["names"]
-        assert isinstance(cached, frozenset)
-        return cached
+        names = kept(self, "names", _names)
+        assert isinstance(names, frozenset)
+        return names
 
     @property
     def reads_s(self) -> bool:
@@ -130,10 +120,27 @@ class Expr:
 Operand = Expr | bool | int | float
 
 
-def _own_names(node: Expr) -> frozenset[str]:
+def kept(root: Expr, key: str, compute: Callable[[Expr], Any]) -> Any:
+    """What `compute` gives for `root`, kept on every node below; it may ask operands for theirs."""
+    stack = [] if key in root.__dict__ else [root]
+    while stack:
+        node = stack[-1]
+        todo = () if key in node.__dict__ else [a for a in node.args if key not in a.__dict__]
+        stack.extend(todo)
+        if not todo:
+            if key not in node.__dict__:
+                node.__dict__[key] = compute(node)
+            stack.pop()
+    return root.__dict__[key]
+
+
+def _names(node: Expr) -> frozenset[str]:
+    own: frozenset[str] = frozenset()
     if node.op in (Op.INDEX, Op.CAPTURE, Op.LOAD):
-        return frozenset((node.attr,))
-    return frozenset((node.attr[0],)) if node.op is Op.SIZE else frozenset()
+        own = frozenset((node.attr,))
+    elif node.op is Op.SIZE:
+        own = frozenset((node.attr[0],))
+    return own.union(*(a.__dict__["names"] for a in node.args))
 
 
 def _digest(node: Expr) -> bytes:
@@ -197,7 +204,9 @@ def const(value: bool | int | float, span: Span | None = None) -> Expr:
     if isinstance(value, int):
         if not INT_MIN <= value <= INT_MAX:
             raise TypeMismatch(
-                f"the integer {value} does not fit in 64 bits", span=span, hint="write it as a float"
+                f"the integer {value} does not fit in 64 bits",
+                span=span,
+                hint="write it as a float",
             )
         return Expr(Op.CONST, (), value, Type.INT, span)
     return Expr(Op.CONST, (), float(value), Type.FLOAT, span)
@@ -282,10 +291,12 @@ def convert(arg: Expr, to: Type) -> Expr:
 
 
 def make(op: Op, *args: Expr, span: Span | None = None) -> Expr:
-    """An operation on operands: checks their types, inserts conversions, gives the result's type."""
+    """An operation on operands: checks their types, inserts conversions, gives the type."""
     record = OPS[op]
     if len(args) != record.arity:
-        raise TypeMismatch(f"`{op.value}` takes {record.arity} operands, not {len(args)}", span=span)
+        raise TypeMismatch(
+            f"`{op.value}` takes {record.arity} operands, not {len(args)}", span=span
+        )
     return _RULES[record.rule](op, args, span)
 
 

@@ -192,9 +192,6 @@ def _erf(x: Array) -> Array:
     return np.vectorize(math.erf, otypes=[np.asarray(x).dtype])(x)
 
 
-
-
-
 def _keep(x: Array) -> Array:
     return x
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..ir.expr import Expr, postorder
+from ..ir.expr import Expr, postorder, resolve
 from ..ir.ops import OPS, Op, Rule, Type
 
 # Operators that hand a demand for ints on to their operands.
@@ -19,6 +19,17 @@ _BITS = frozenset((Op.BITAND, Op.BITOR, Op.BITXOR, Op.INVERT))
 def assume(roots: Iterable[Expr]) -> dict[str, str]:
     """The assumed element (`bool`, `i32` or `f32`) of each capture whose type is open."""
     roots = tuple(roots)
+    known: dict[str, str] = {}
+    while True:
+        # What is compared with an int is one, so each int found may settle others.
+        guesses = _guess(tuple(resolve(r, {n: Type.INT for n in known}) for r in roots))
+        fresh = {name: "i32" for name, element in guesses.items() if element == "i32"}
+        if not fresh:
+            return {**guesses, **known}
+        known |= fresh
+
+
+def _guess(roots: tuple[Expr, ...]) -> dict[str, str]:
     demands: dict[str, set[Type]] = {}
     for node in postorder(*roots):
         if node.op in (Op.CAPTURE, Op.LOAD) and node.type is Type.ANY:

@@ -27,9 +27,13 @@ def _plus(x: Derivative, y: Derivative) -> Derivative:
     return x + y
 
 
-def _times(factor: Expr, x: Derivative) -> Derivative:
+def _times(factor: Expr, x: Derivative, depth: int = 4) -> Derivative:
+    """factor * x; a 0 of `where` stays 0: sqrt(max(s, 0)) has slope 0, not inf * 0, for s < 0."""
     if x is None or x == ONE:
         return None if x is None else factor
+    if x.op is Op.WHERE and depth:
+        inner = (None if a == ZERO else _times(factor, a, depth - 1) for a in x.args[1:])
+        return _either(x.args[0], *inner)
     return factor * x
 
 

@@ -239,19 +239,20 @@ def _kind(node: Expr) -> int:
 
 
 def _pieces(node: Expr, factor: Expr) -> list[Scaled]:
-    """The terms that a mixed node is the sum of; none where it is one term."""
-    if node.type is not Type.FLOAT or _kind(node) != 2:
+    """The terms that a node is the sum of; none where it is one term, or varies with i only."""
+    if node.type is not Type.FLOAT or _kind(node) == 0:
         return []
     if node.op in (Op.ADD, Op.SUB):
         x, y = node.args
         return [(x, factor), (y, factor if node.op is Op.ADD else _negated(factor))]
     if node.op is Op.NEG:
         return [(node.args[0], _negated(factor))]
-    if node.op is Op.MUL:
+    if node.op is Op.MUL and _kind(node) == 2:
         for one, other in (node.args, node.args[::-1]):
             if variation(one) <= 1 and _separates(other):
                 return [(other, _product(factor, one))]
-    if node.op is Op.DIV and variation(node.args[1]) <= 1 and _separates(node.args[0]):
+    divides = node.op is Op.DIV and _kind(node) == 2 and variation(node.args[1]) <= 1
+    if divides and _separates(node.args[0]):
         return [(node.args[0], _quotient(factor, node.args[1]))]
     return []
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..analysis.interval import Bounds
-from ..ir.expr import FALSE, TRUE, Expr, const, make, postorder
+from ..ir.expr import FALSE, TRUE, Expr, const, kept, make
 from ..ir.ops import INT_MAX, INT_MIN, Op, Type
 
 MAX_TERMS = 32  # a longer sum is left as it was written
@@ -85,11 +85,7 @@ def _largest(form: Linear) -> int:
 
 def linear(expr: Expr) -> Linear:
     """An int expression as a linear form of expressions that are not sums."""
-    if "linear" not in expr.__dict__:
-        for node in postorder(expr):
-            if "linear" not in node.__dict__:
-                node.__dict__["linear"] = _own(node)
-    form = expr.__dict__["linear"]
+    form = kept(expr, "linear", _own)
     assert isinstance(form, Linear)
     return form
 
@@ -115,13 +111,13 @@ def fits(bounds: Bounds, *forms: Linear) -> bool:
 
 def cost(expr: Expr) -> int:
     """How many operations the tree has; what shorter means to every rule."""
-    if "cost" not in expr.__dict__:
-        for node in postorder(expr):
-            if "cost" not in node.__dict__:
-                node.__dict__["cost"] = bool(node.args) + sum(a.__dict__["cost"] for a in node.args)
-    result = expr.__dict__["cost"]
+    result = kept(expr, "cost", _own_cost)
     assert isinstance(result, int)
     return result
+
+
+def _own_cost(node: Expr) -> int:
+    return int(bool(node.args)) + sum(int(a.__dict__["cost"]) for a in node.args)
 
 
 def cheapest(candidates: Iterable[Expr]) -> Expr:

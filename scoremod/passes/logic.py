@@ -13,7 +13,7 @@ from ..ir.expr import FALSE, TRUE, Expr, const, make
 from ..ir.ops import Op, Type
 from .linear import difference
 
-MAX_TERMS = 64  # a longer chain is simplified in pieces
+MAX_TERMS = 256  # a longer chain is simplified in pieces
 
 DUAL: dict[Op, Op] = {Op.AND: Op.OR, Op.OR: Op.AND}
 NEUTRAL: dict[Op, Expr] = {Op.AND: TRUE, Op.OR: FALSE}
@@ -98,6 +98,17 @@ def simplify_not(node: Expr, bounds: Bounds) -> Expr:
         if parts[0] is not None and parts[1] is not None:
             free = make(DUAL[inner.op], parts[0], parts[1])
     return node if free is None else free
+
+
+def simplify_pair(node: Expr) -> Expr:
+    """The constants and repetitions that one `and` or `or` shows by itself."""
+    x, y = node.args
+    for one, other in ((x, y), (y, x)):
+        if other == NEUTRAL[node.op]:
+            return one
+        if other == NEUTRAL[DUAL[node.op]]:
+            return other
+    return x if x == y else node
 
 
 def simplify_chain(node: Expr, bounds: Bounds) -> Expr:

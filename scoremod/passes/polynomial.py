@@ -137,7 +137,7 @@ class _Symbols:
         if abs(value) < float("inf") and not (inverse and value == 0):
             number = sympy.Rational(value)
             return 1 / number if inverse else number
-        if inverse and self.finite:
+        if inverse and self.finite and not node.is_const:
             return 1 / self.leaf(node)
         table = self.inverse if inverse else self.symbol
         if node not in table:

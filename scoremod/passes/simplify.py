@@ -19,7 +19,7 @@ from ..analysis.interval import Bounds, Interval, Name
 from ..ir.expr import FALSE, Expr, const, make, postorder, rebuild
 from ..ir.ops import INT_MAX, OPS, Op, Rule, Type
 from .linear import Linear, build, fits, linear, shorter_comparison, shorter_sum
-from .logic import simplify_chain, simplify_not
+from .logic import DUAL, simplify_chain, simplify_not, simplify_pair
 from .polynomial import in_region, shorter_polynomial
 
 MAX_ROUNDS = 6
@@ -377,8 +377,8 @@ SIMPLIFY: dict[Op, Simplifier] = {
     Op.LE: _compare,
     Op.EQ: _compare,
     Op.NE: _compare,
-    Op.AND: lambda node, context: simplify_chain(node, context.bounds),
-    Op.OR: lambda node, context: simplify_chain(node, context.bounds),
+    Op.AND: lambda node, context: simplify_pair(node),
+    Op.OR: lambda node, context: simplify_pair(node),
     Op.NOT: lambda node, context: simplify_not(node, context.bounds),
     Op.WHERE: _where,
     Op.BOOL: _bool,
@@ -401,7 +401,7 @@ def simplify(expr: Expr, env: Mapping[Name, Interval] | None = None, finite: boo
     if any(node.type is Type.ANY for node in postorder(expr)):
         return expr  # what the operations mean is not decided yet
     walk = _Walk(Bounds(env), finite)
-    while (new := walk.polynomial(walk.run(expr))) != expr:
+    while (new := walk.whole(walk.run(expr))) != expr:
         expr = new
     return expr
 
@@ -447,7 +447,7 @@ class _Walk:
         """One rule applied to a node whose operands are simple."""
         old = node
         args = [self.done[key] for key in self._operands(node, exact)]
-        if not exact and node.type is Type.FLOAT:
+        if not exact:
             args = [self._root(node, k, arg) for k, arg in enumerate(args)]
         if any(new is not a for new, a in zip(args, node.args, strict=True)):
             node = rebuild(node, args)
@@ -461,11 +461,16 @@ class _Walk:
         return node
 
     def _root(self, node: Expr, k: int, arg: Expr) -> Expr:
-        """An operand that is the root of a polynomial, in its shortest form."""
+        """An operand that is the root of a polynomial or of a chain, in its shortest form."""
+        chained = arg.op is node.op and arg.type is Type.BOOL
         part = in_region(node) and not (k == 1 and node.op in (Op.DIV, Op.POW))
-        return arg if part else self.polynomial(arg)
+        exact = arg.type is Type.FLOAT and node.type is not Type.FLOAT
+        return arg if chained or part or exact else self.whole(arg)
 
-    def polynomial(self, node: Expr) -> Expr:
+    def whole(self, node: Expr) -> Expr:
+        """The rules that see more than one operation at a time."""
+        if node.op in DUAL:
+            return simplify_chain(node, self.bounds)
         return shorter_polynomial(node, self.bounds, self.finite) if in_region(node) else node
 
 

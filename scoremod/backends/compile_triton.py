@@ -1,0 +1,324 @@
+"""Compile rendered Triton text to machine code, on a machine with or without a GPU.
+
+    kernel = compile_kernel(text, "attention_fwd", plan.arguments, plan.constants, plan.target, ...)
+    kernel.image     a cubin or hsaco that launch.py loads without Triton
+
+The image depends on what the text computes and on Triton's version, not on comments, paths or the
+user's settings for Triton.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import re
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ..errors import BackendUnavailable
+from ..plan_triton import Argument
+from ..target import Target
+from .triton import load_text
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Global memory that a kernel wants, in bytes per program."""
+
+    size: int = 0
+    alignment: int = 1
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel and everything that a launch must know."""
+
+    entry: str  # the name in the image
+    target: Target
+    image: bytes
+    # What is passed, in order. Two pointers follow: to `global_scratch` and to `profile_scratch`.
+    arguments: tuple[Argument, ...]
+    global_scratch: Scratch
+    profile_scratch: Scratch
+    num_warps: int
+    cluster: tuple[int, int, int]
+    shared: int  # dynamic shared memory in bytes
+    registers: int  # per thread
+    spills: int  # bytes of memory per thread in place of registers
+    text: str
+    triton: str  # its version
+
+
+# Every option whose default a Triton release or an environment variable may change. A release
+# ignores those it does not know.
+_OPTIONS: dict[str, Any] = {
+    "num_ctas": 1,
+    "launch_cooperative_grid": False,
+    "default_dot_input_precision": "ieee",
+    "debug": False,
+    "sanitize_overflow": False,
+    "instrumentation_mode": "",
+}
+_TARGET_OPTIONS: dict[str, dict[str, Any]] = {
+    "cuda": {
+        "ptx_options": "",
+        "enable_reflect_ftz": True,
+        "launch_pdl": False,
+        "sched4reg": False,
+        "clc": False,
+    },
+    "hip": {
+        "waves_per_eu": 0,
+        "kpack": 1,
+        "matrix_instr_nonkdim": 0,
+        "allow_flush_denorm": False,
+        "schedule_hint": "none",
+    },
+}
+# Triton's settings are global to the process.
+_LOCK = threading.Lock()
+
+
+def compile_kernel(
+    text: str,
+    entry: str,
+    arguments: Sequence[Argument],
+    constants: Mapping[str, int],
+    target: Target,
+    *,
+    num_warps: int,
+    num_stages: int,
+    aligned: bool,
+    fp_fusion: bool,
+) -> Kernel:
+    """Compile the jit function `entry` of `text`.
+
+    `aligned` promises that q, k, v and o and their strides are multiples of 16 bytes.
+    """
+    options = {
+        **_OPTIONS,
+        **_TARGET_OPTIONS.get(target.kind, {}),
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+        "enable_fp_fusion": fp_fusion,
+    }
+    with _LOCK, _settings() as folder:
+        function = getattr(load_text(text, folder), entry)
+        source = _source(function, arguments, constants, aligned=aligned)
+        compiled = _compile(source, target, options)
+        report = code_report(compiled.asm["amdgcn" if target.kind == "hip" else "cubin"])
+    metadata = compiled.metadata
+    return Kernel(
+        entry=metadata.name,
+        target=target,
+        image=compiled.kernel,
+        arguments=tuple(Argument(a.name, a.type) for a in arguments),
+        global_scratch=_scratch(metadata, "global"),
+        profile_scratch=_scratch(metadata, "profile"),
+        num_warps=metadata.num_warps,
+        cluster=(metadata.num_ctas, 1, 1),
+        shared=metadata.shared,
+        registers=report.registers,
+        spills=report.spills,
+        text=text,
+        triton=triton_version(),
+    )
+
+
+def triton_version() -> str:
+    """The installed Triton's version, without importing it; "" if there is none."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+@contextlib.contextmanager
+def _settings() -> Iterator[Path]:
+    """Triton's settings while a kernel is compiled, and a folder that is gone afterwards.
+
+    Line tables would make the image depend on paths and comments. Triton's own cache knows
+    nothing of that setting, may be full or read-only, and is of no use below ours.
+    """
+    try:
+        from triton import knobs
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"Triton cannot be imported: {error}", hint="pip install 'triton >= 3.6'"
+        ) from None
+    if knobs.runtime.interpret:
+        raise BackendUnavailable(
+            "Triton cannot compile under TRITON_INTERPRET=1",
+            hint="unset it, and start Python anew",
+        )
+    with (
+        tempfile.TemporaryDirectory(prefix="scoremod-", ignore_cleanup_errors=True) as folder,
+        knobs.compilation.scope(),
+        knobs.cache.scope(),
+        knobs.runtime.scope(),
+    ):
+        knobs.compilation.disable_line_info = True
+        knobs.cache.dir = folder
+        knobs.runtime.override_arch = None
+        yield Path(folder)
+
+
+def _source(
+    function: Any, arguments: Sequence[Argument], constants: Mapping[str, int], *, aligned: bool
+) -> Any:
+    """What Triton compiles: the function, argument types, constants and divisibility."""
+    from triton.compiler import ASTSource
+
+    types = {a.name: a.type for a in arguments} | dict.fromkeys(constants, "constexpr")
+    names = function.arg_names
+    if set(types) != set(names):
+        odd = ", ".join(f"`{name}`" for name in sorted(set(types) ^ set(names)))
+        raise BackendUnavailable(f"the plan and the text of `{function.__name__}` differ in {odd}")
+    divisors = _divisors(types) if aligned else {}
+    return ASTSource(
+        function,
+        {name: types[name] for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(n),): [["tt.divisibility", d]] for n, d in divisors.items()},
+    )
+
+
+def _divisors(types: Mapping[str, str]) -> dict[str, int]:
+    """What `aligned` promises: pointers count bytes, strides count elements."""
+    found = {}
+    for name, kind in types.items():
+        tensor = re.fullmatch(r"([qkvo])(_stride_\w+)?", name)
+        if tensor and kind.startswith("*"):
+            found[name] = 16
+        elif tensor and tensor[2]:
+            found[name] = 16 // _ELEMENT_BYTES[types[tensor[1]]]
+    return found
+
+
+_ELEMENT_BYTES = {"*fp16": 2, "*bf16": 2, "*fp32": 4, "*fp64": 8}
+
+
+def _compile(source: Any, target: Target, options: dict[str, Any]) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    arch = int(target.arch) if target.kind == "cuda" else target.arch
+    try:
+        return triton.compile(
+            source, target=GPUTarget(target.kind, arch, target.warp_size), options=options
+        )
+    except Exception as error:
+        raise BackendUnavailable(
+            f"Triton {triton_version()} cannot compile `{source.name}` for {target}: {error}",
+            hint="this is a defect of scoremod or of Triton, not of the variant",
+        ) from error
+
+
+def _scratch(metadata: Any, name: str) -> Scratch:
+    """Absent from the metadata where a backend has none."""
+    size = getattr(metadata, f"{name}_scratch_size", 0)
+    return Scratch(size, getattr(metadata, f"{name}_scratch_align", 1))
+
+
+# -- what the assembler says -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """Registers per thread, bytes spilled to memory per thread, and the assembler's warnings."""
+
+    registers: int
+    spills: int
+    warnings: tuple[str, ...] = ()
+
+
+def code_report(code: str | bytes) -> Report:
+    """The report for a cubin, for PTX (assembled for that: 1 s) or for AMD's assembly."""
+    if isinstance(code, bytes):
+        return _cubin_report(code)
+    return _amd_report(code) if ".amdgcn_target" in code else ptxas_report(code)
+
+
+def ptxas_report(ptx: str) -> Report:
+    """What ptxas says about PTX; `spills` counts stores."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    architecture = _first(r"\.target (sm_\w+)", ptx)
+    tool = get_ptxas(int(_first(r"(\d+)", architecture))).path
+    said = _run([tool, "-v", f"--gpu-name={architecture}", "-o", "/dev/null"], ptx.encode(), "ptx")
+    complaints = re.findall(r"^(?:ptxas)?.*(?:warning|\(C\d+\)).*$", said, re.MULTILINE)
+    return Report(
+        int(_first(r"Used (\d+) registers", said)),
+        int(_first(r"(\d+) bytes spill stores", said)),
+        tuple(complaints),
+    )
+
+
+def _cubin_report(cubin: bytes) -> Report:
+    """The same from the finished cubin, in 20 ms: what is spilled is its stack."""
+    from triton import knobs
+
+    said = _run([knobs.nvidia.cuobjdump.path, "-res-usage"], cubin, "cubin")
+    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said)
+    assert usage is not None, said
+    return Report(int(usage[1]), int(usage[2]) + int(usage[3]))
+
+
+def _amd_report(assembly: str) -> Report:
+    return Report(
+        int(_first(r"\.vgpr_count:\s*(\d+)", assembly)),
+        int(_first(r"\.private_segment_fixed_size:\s*(\d+)", assembly)),
+    )
+
+
+def _first(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    assert found is not None, f"no {pattern} in:\n{text[:2000]}"
+    return found[1]
+
+
+def _run(command: list[str], content: bytes, suffix: str) -> str:
+    """What a tool prints about a file."""
+    with tempfile.NamedTemporaryFile(suffix=f".{suffix}") as file:
+        file.write(content)
+        file.flush()
+        done = subprocess.run([*command, file.name], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+# -- AMD ---------------------------------------------------------------------------------------
+
+
+def hip_launcher(kernel: Kernel, device: int) -> Callable[..., None]:
+    """A kernel as a call (grid, stream, values), through Triton's own HIP launcher.
+
+    Not run so far: there was no AMD GPU. The signatures are those of Triton 3.6 and 3.9.
+    """
+    from triton.backends.amd.driver import HIPLauncher
+    from triton.runtime.driver import driver
+
+    metadata = SimpleNamespace(
+        warp_size=kernel.target.warp_size,
+        num_ctas=kernel.cluster[0],
+        launch_cooperative_grid=False,
+        tensordesc_meta=None,
+        global_scratch_size=kernel.global_scratch.size,
+        global_scratch_align=kernel.global_scratch.alignment,
+        profile_scratch_size=kernel.profile_scratch.size,
+        profile_scratch_align=kernel.profile_scratch.alignment,
+    )
+    signature = {k: a.type for k, a in enumerate(kernel.arguments)}
+    launch = HIPLauncher(SimpleNamespace(signature=signature, constants={}), metadata)
+    loaded = driver.active.utils.load_binary(kernel.entry, kernel.image, kernel.shared, device)
+    packed = (kernel.num_warps, kernel.cluster[0], kernel.shared)
+
+    def run(grid: tuple[int, int, int], stream: int, values: Sequence[Any]) -> None:
+        launch(*grid, stream, loaded[1], packed, None, None, None, *values)
+
+    return run

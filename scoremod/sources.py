@@ -1,0 +1,57 @@
+"""Generated source on demand: the kernel of a call, or of a described shape."""
+
+from __future__ import annotations
+
+import torch
+
+from . import attend_cpu, attend_triton
+from .binding import ELEMENT_OF, Bound
+from .errors import InputMismatch
+from .inputs import Inputs
+from .plan import Typed, cpu_plan
+from .plan_triton import ELEMENT_BYTES, Options, triton_plan
+from .target import parse_target
+
+_WORDS = {"f16": "f16", "fp16": "f16", "float16": "f16", "bfloat16": "bf16", "fp32": "f32"}
+_WORDS |= {"float32": "f32", "float64": "f64", "half": "f16", "float": "f32"}
+
+
+def element(dtype: torch.dtype | str) -> str:
+    """A torch dtype or a word as a word of the language: torch.bfloat16 -> bf16."""
+    if isinstance(dtype, torch.dtype):
+        if dtype in ELEMENT_OF:
+            return ELEMENT_OF[dtype]
+    else:
+        word = _WORDS.get(dtype.removeprefix("torch."), dtype)
+        if word in ELEMENT_OF.values():
+            return word
+    known = ", ".join(ELEMENT_OF.values())
+    raise InputMismatch(f"{dtype!r} is not a dtype", hint=f"give a torch dtype or one of {known}")
+
+
+def of_call(program: Typed, inputs: Inputs, bound: tuple[Bound, ...], target: str) -> str:
+    """The kernel that serves a call."""
+    if target == "cpu":
+        float64 = inputs.q.dtype is torch.float64
+        plan = cpu_plan(program, float64=float64, has_kv_lens=inputs.kv_lens is not None)
+        return attend_cpu.source(plan)
+    return attend_triton.source(
+        triton_plan(program, attend_triton.options(inputs, bound), parse_target(target))
+    )
+
+
+def of_shape(
+    program: Typed, *, head_dim: int, v_head_dim: int, dtype: str, precision: str, target: str
+) -> str:
+    """The kernel for a dtype and head dims."""
+    for name, value in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 512:
+            raise InputMismatch(f"{name} must be an int from 1 to 512, not {value!r}")
+    if target == "cpu":
+        return attend_cpu.source(cpu_plan(program, float64=dtype == "f64", has_kv_lens=False))
+    if dtype not in ELEMENT_BYTES:
+        raise InputMismatch(f"kernels take f16, bf16 or f32, not {dtype}")
+    if precision == "auto":
+        precision = "exact" if dtype == "f32" else "fast"
+    options = Options(dtype, head_dim, v_head_dim, precision)
+    return attend_triton.source(triton_plan(program, options, parse_target(target)))

@@ -1,0 +1,176 @@
+"""Templates are Python with names to fill in; what is rendered is Python that needs nothing else."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scoremod import parse, plan, variants
+from scoremod.attend_cpu import source as cpu_source
+from scoremod.attend_triton import source as triton_source
+from scoremod.plan import assumed_params, cpu_plan, typed
+from scoremod.plan_triton import Options, triton_plan
+from scoremod.resources import path
+from scoremod.target import INTERPRETER, parse_target
+
+TEMPLATES = sorted(path("templates").glob("*/*.jinja"))
+
+
+def name(template: Path) -> str:
+    return f"{template.parent.name}/{template.name.removesuffix('.jinja')}"
+
+
+def as_python(template: str) -> str:
+    """The template with each {{ ... }} read as a name of its own; statements are comments."""
+    holes = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
+    lines = [line for line in template.splitlines() if not line.lstrip().startswith("#")]
+    text = "\n".join(lines)
+    # A list of parameters brings its comma: `(q, k{{ plan.params }})`.
+    text = re.sub(r"(?<=[\w)])\{\{ *plan\.params *\}\}", ", params", text)
+    return holes.sub(lambda hole: re.sub(r"\W+", "_", hole[1]).strip("_"), text)
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=name)
+def test_a_template_parses_as_python(template: Path) -> None:
+    ast.parse(as_python(template.read_text()))
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=name)
+def test_a_template_only_writes_a_plan_down(template: Path) -> None:
+    text = template.read_text()
+    for statement in re.findall(r"^\s*#%\s*(.*)$", text, re.MULTILINE):
+        assert re.fullmatch(
+            r"for \w+ in plan(\.\w+)+|if [a-z]\w*(\.\w+)*|else|endif|endfor", statement
+        ), statement
+    for value in re.findall(r"\{\{\s*(.*?)\s*\}\}", text):
+        assert re.fullmatch(r"\w+(\.\w+)*", value), value
+
+
+def test_every_template_has_a_plan_and_every_plan_a_template() -> None:
+    assert set(plan.TEMPLATES) == set(map(name, TEMPLATES))
+
+
+@pytest.mark.parametrize("folder", sorted({t.parent for t in TEMPLATES}), ids=lambda f: f.name)
+def test_every_shared_step_is_used(folder: Path) -> None:
+    steps = {n.name for n in ast.parse((folder / "tile.py").read_text()).body if isinstance(n, ast.FunctionDef)}
+    texts = [(folder / "tile.py").read_text(), *(t.read_text() for t in folder.glob("*.jinja"))]
+    texts.append((Path(plan.__file__).parent / "backends" / f"{folder.name}.py").read_text())
+    for step in steps:
+        # load_2 and its like are named by their number of indices.
+        word = re.sub(r"_\d$", "_", step)
+        uses = sum(len(re.findall(rf"\b{word}", text)) for text in texts)
+        assert uses > 1, f"{folder.name}/tile.py: nothing uses {step}"
+
+
+# -- what is rendered --------------------------------------------------------------------------
+
+SAID = {
+    "noop": parse("variant noop() { mask True }"),
+    "causal": variants.causal,
+    "alibi": variants.alibi & variants.causal,
+    "gemma": variants.softcap & variants.sliding_window,
+    "t5": variants.t5_bias,
+    "documents": variants.document & variants.causal,
+    "flashmask": variants.flashmask_intervals,
+    "sinks": variants.sink_window,
+    "volume": variants.neighborhood_3d,
+}
+OPTIONS = [
+    Options("f16", 64, 64),
+    Options("bf16", 80, 128, small=False, wide_offsets=True, has_kv_lens=True),
+    Options("f32", 17, 31, "exact", offset_per_batch=True, scale_in_memory=True, short=True,
+            positive_scale=False, aligned=False),
+]  # fmt: skip
+
+
+def texts(variant: Any) -> list[str]:
+    program = variant._program
+    known = typed(program, assumed_params(program), ("what the user wrote",))
+    found = [
+        cpu_source(cpu_plan(known, float64=x, has_kv_lens=x)) for x in (False, True)
+    ]
+    for target in (INTERPRETER, parse_target("cuda:90"), parse_target("hip:gfx942")):
+        found += [triton_source(triton_plan(known, options, target)) for options in OPTIONS]
+    return found
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_rendered_text_is_python_that_needs_nothing_else(said: str) -> None:
+    for text in texts(SAID[said]):
+        tree = ast.parse(text)
+        imported = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+        modules = {alias.name for n in imported for alias in n.names}
+        assert modules in ({"torch"}, {"triton", "triton.language"})
+        assert undefined(tree) == set()
+
+
+def undefined(tree: ast.Module) -> set[str]:
+    """Names that are read but neither defined in the text nor built in."""
+    known = set(dir(builtins))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            known |= {node.name, *(a.arg for a in node.args.args), *(a.arg for a in node.args.kwonlyargs)}
+            known |= {a.arg for a in (node.args.vararg, node.args.kwarg) if a}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            known.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            known |= {(a.asname or a.name).split(".")[0] for a in node.names}
+        elif isinstance(node, ast.arg):
+            known.add(node.arg)
+    return {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} - known
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_rendered_text_reads_well(said: str) -> None:
+    for text in texts(SAID[said]):
+        assert text.startswith("# ") and text.endswith("\n") and not text.endswith("\n\n")
+        assert "{{" not in text and "#%" not in text and "##" not in text and "\n\n\n\n" not in text
+        assert "what the user wrote" in text
+        assert all(line == line.rstrip() for line in text.splitlines())
+        functions = [n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
+        assert functions[-1] == "attention_fwd" and len(set(functions)) == len(functions)
+
+
+def test_the_users_functions_and_captures_are_named() -> None:
+    program = (variants.alibi & variants.sliding_window)._program
+    for text in texts(variants.alibi & variants.sliding_window):
+        functions = [n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
+        assert {f"{program.name}_score", f"{program.name}_mask"} <= set(functions)
+        assert re.search(r"\bslopes\b", text) and re.search(r"\bwindow\b", text)
+
+
+def test_a_plain_mask_has_no_score_function_and_a_score_no_mask_function() -> None:
+    for text in texts(variants.causal):
+        assert "causal_mask" in text and "causal_score" not in text
+    for text in texts(variants.softcap):
+        assert "softcap_score" in text and "softcap_mask" not in text
+    for text in texts(SAID["noop"]):
+        assert "noop_" not in text
+
+
+def test_only_the_steps_that_are_called_are_copied() -> None:
+    for text in texts(variants.causal):
+        assert "def ilog2" not in text and "def load" not in text and "def remainder" not in text
+
+
+def test_equal_plans_give_equal_text() -> None:
+    assert texts(variants.t5_bias) == texts(variants.t5_bias)
+
+
+# Captures that are called like something in a kernel.
+@pytest.mark.parametrize("word", ["q", "acc", "load", "torch", "tl", "m_i", "where", "b_", "start_m", "o", "lse"])
+def test_a_capture_may_be_called_like_a_name_of_the_kernel(word: str) -> None:
+    import torch
+    from attention_cases import BACKENDS, Shape, compare, tensors
+
+    attn = parse(f"variant v({word}, n) {{ score s + {word}[j] + n }}")
+    scalar = parse(f"variant v(t, {word}: float) {{ score s * {word} + t[j] }}")
+    qkv, table = tensors(Shape(1, 2, 1, 5, 7)), torch.randn(7)
+    for backend in BACKENDS:
+        compare(attn, qkv, backend, **{word: table, "n": 1})
+        compare(scalar, qkv, backend, **{"t": table, word: 2.0})
