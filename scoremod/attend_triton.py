@@ -6,22 +6,27 @@ from the call's sizes, strides and values, and a new length or scalar never comp
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .backends.triton import TRITON
+from .backends.compile_triton import Kernel, compile_kernel
+from .backends.triton import TRITON, fp_fusion
 from .binding import ELEMENT_OF, Bound
+from .cache import CACHE, fingerprint, key
 from .inputs import Inputs, empty_like_q
 from .ir.capture import Kind
 from .ir.ops import Type
+from .launch import HipLauncher, Launcher, current_stream, device, launcher
 from .plan import Typed
-from .plan_triton import ELEMENT_BYTES, SMALL, Options, TritonPlan, triton_plan
+from .plan_triton import ELEMENT_BYTES, SMALL, Options, TritonPlan, tile_of, triton_plan
 from .render import render
-from .target import INTERPRETER
+from .target import INTERPRETER, Target, Tile
 
 INT32_MAX = 2**31 - 1
 # Queries of a "short" call; the rest of a normal q tile would be idle.
@@ -77,18 +82,76 @@ def unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
+@dataclass(frozen=True)
+class Ready:
+    """A kernel that is loaded: its options, its tile, and how to launch it."""
+
+    options: Options
+    tile: Tile
+    launcher: Launcher | HipLauncher
+
+
+# Kernels found so far, so that a warm call hashes no program.
+_READY: dict[tuple[int, Options, int], tuple[Typed, Ready]] = {}
+
+
 def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[Any, Any]:
-    """Attention in Triton's interpreter: (out, lse)."""
+    """Attention on a GPU, or in Triton's interpreter for tensors on the CPU: (out, lse)."""
     chosen = options(inputs, bound)
-    plan = triton_plan(program, chosen, INTERPRETER)
-    kernel = interpreted(source(plan))
     out = empty_like_q(inputs.q, inputs.v.shape[3])
     lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device=inputs.q.device)
-    batch, q_heads, q_len, _ = inputs.q.shape
-    grid = (-(-q_len // plan.tile.block_m), batch * q_heads)
-    if grid[0] and grid[1]:
-        kernel(grid, *arguments(plan, inputs, bound, out, lse), **plan.constants)
+    values = arguments(inputs, bound, out, lse)
+    if inputs.q.device.type != "cuda":
+        plan = triton_plan(program, chosen, INTERPRETER)
+        grid = programs(plan.tile, inputs)
+        if grid:
+            interpreted(source(plan))[(grid,)](*values, **plan.constants)
+        return out, lse
+    index = inputs.q.device.index
+    with torch.cuda.device(index) if index != torch.cuda.current_device() else nullcontext():
+        ready = kernel_of(program, chosen, index)
+        grid = programs(ready.tile, inputs)
+        ready.launcher.launch((grid, 1, 1), current_stream(index), values)
     return out, lse
+
+
+def programs(tile: Tile, inputs: Inputs) -> int:
+    """How many programs a call takes: q tiles times heads."""
+    batch, q_heads, q_len, _ = inputs.q.shape
+    return -(-q_len // tile.block_m) * batch * q_heads
+
+
+def kernel_of(program: Typed, chosen: Options, index: int) -> Ready:
+    """The kernel for a GPU: from memory, from the disk cache, or compiled."""
+    found = _READY.get((id(program), chosen, index))
+    if found is None:
+        target = device(index)
+        kernel = compiled(program, chosen, target)
+        ready = Ready(chosen, tile_of(chosen, target), launcher(kernel))
+        # The program is kept, so that its id stays its own.
+        found = _READY[id(program), chosen, index] = (program, ready)
+    return found[1]
+
+
+def compiled(program: Typed, chosen: Options, target: Target) -> Kernel:
+    """The compiled kernel; simplified, rendered and compiled only if it is not stored."""
+
+    def build() -> Kernel:
+        plan = triton_plan(program, chosen, target)
+        return compile_kernel(
+            source(plan),
+            "attention_fwd",
+            plan.arguments,
+            plan.constants,
+            target,
+            num_warps=plan.tile.num_warps,
+            num_stages=plan.tile.num_stages,
+            aligned=chosen.aligned,
+            fp_fusion=fp_fusion(plan),
+        )
+
+    name = key(fingerprint(), "attention_fwd", program.canonical, chosen, target)
+    return CACHE.get_or_compile(name, build)
 
 
 def source(plan: TritonPlan) -> str:
@@ -96,30 +159,21 @@ def source(plan: TritonPlan) -> str:
     return render("attention_fwd.py", plan, TRITON)
 
 
-_INTERPRETED: dict[str, Callable[..., None]] = {}
+_INTERPRETED: dict[str, Any] = {}
 
 
-def interpreted(text: str) -> Callable[..., None]:
-    """The kernel as a call (grid, *arguments) in Triton's interpreter."""
+def interpreted(text: str) -> Any:
+    """The kernel in Triton's interpreter, to be called as kernel[grid](...)."""
     if text not in _INTERPRETED:
-        module = TRITON.compile(text, Path(tempfile.gettempdir()) / "scoremod_interpreter")
-        kernel = module.attention_fwd
-
-        def run(grid: tuple[int, int], *args: Any, **constants: int) -> None:
-            kernel[grid](*args, **constants)
-
-        _INTERPRETED[text] = run
+        folder = Path(tempfile.gettempdir()) / f"scoremod_interpreter_{os.getuid()}"
+        _INTERPRETED[text] = TRITON.compile(text, folder).attention_fwd
     return _INTERPRETED[text]
 
 
 def arguments(
-    plan: TritonPlan,
-    inputs: Inputs,
-    bound: tuple[Bound, ...],
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    inputs: Inputs, bound: tuple[Bound, ...], out: torch.Tensor, lse: torch.Tensor
 ) -> list[Any]:
-    """The run-time arguments, in the order of `plan.arguments`."""
+    """The run-time arguments, in the order of `plan_triton.arguments`."""
     batch = inputs.q.shape[0]
     q = unit_stride(inputs.q.detach())
     k, v = (unit_stride(x.detach()).expand(batch, -1, -1, -1) for x in (inputs.k, inputs.v))

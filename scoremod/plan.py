@@ -9,8 +9,8 @@ import keyword
 import re
 from dataclasses import dataclass, replace
 
-from .ir.expr import TRUE, Expr, resolve
 from .ir.capture import ELEMENTS, Kind
+from .ir.expr import TRUE, Expr, resolve
 from .ir.ops import Type
 from .passes.assume import assume
 from .passes.simplify import simplify
@@ -48,13 +48,34 @@ class DeviceFunction:
 
 @dataclass(frozen=True)
 class Typed:
-    """A program with every type known, simplified: what backends start from."""
+    """A program with every type known: what backends start from.
+
+    It is simplified when a kernel is made from it, and not where a stored kernel is found.
+    """
 
     name: str
-    score: Expr
-    mask: Expr
     params: tuple[Param, ...]
+    given_score: Expr
+    given_mask: Expr
     text: tuple[str, ...]
+
+    @functools.cached_property
+    def score(self) -> Expr:
+        """The simplified score."""
+        return simplify(self.given_score)
+
+    @functools.cached_property
+    def mask(self) -> Expr:
+        """The simplified mask."""
+        return simplify(self.given_mask)
+
+    @functools.cached_property
+    def canonical(self) -> tuple[object, ...]:
+        """What decides the kernel: equal for programs that differ in names or formatting only."""
+        names = {p.name: f"c{k}" for k, p in enumerate(self.params)}
+        exprs = (rename_captures(e, names) for e in (self.given_score, self.given_mask))
+        params = tuple((p.kind.value, p.element, p.rank, p.by_value) for p in self.params)
+        return (*(e.digest for e in exprs), params)
 
     @property
     def score_function(self) -> DeviceFunction | None:
@@ -76,11 +97,10 @@ class Typed:
 
 
 def typed(program: Program, params: tuple[Param, ...], text: tuple[str, ...] = ()) -> Typed:
-    """Give captures their types and simplify."""
+    """Give captures their types."""
     types = {p.name: p.type for p in params}
-    score = simplify(resolve(program.score, types))
-    mask = simplify(resolve(program.mask, types))
-    return Typed(program.name, score, mask, params, text)
+    score, mask = resolve(program.score, types), resolve(program.mask, types)
+    return Typed(program.name, params, score, mask, text)
 
 
 # -- names in kernels --------------------------------------------------------------------------
@@ -119,8 +139,8 @@ def with_kernel_names(program: Typed, folder: str) -> Typed:
         return program
     return replace(
         program,
-        score=rename_captures(program.score, names),
-        mask=rename_captures(program.mask, names),
+        given_score=rename_captures(program.given_score, names),
+        given_mask=rename_captures(program.given_mask, names),
         params=tuple(replace(p, name=names[p.name]) for p in program.params),
     )
 

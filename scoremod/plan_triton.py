@@ -226,9 +226,7 @@ class TritonPlan:
 def triton_plan(program: Typed, options: Options, target: Target) -> TritonPlan:
     """Decide the forward kernel."""
     program = with_kernel_names(program, "triton")
-    block_d, block_dv = (
-        max(16, 1 << (d - 1).bit_length()) for d in (options.head_dim, options.v_head_dim)
-    )
+    block_d, block_dv = padded(options.head_dim), padded(options.v_head_dim)
     score = program.score_function
     if score is not None:
         # s = qk * sm_scale, so that scale and log2(e) meet the constants of the score.
@@ -262,11 +260,25 @@ def triton_plan(program: Typed, options: Options, target: Target) -> TritonPlan:
         scalars_in_memory=tuple(
             p for p in program.params if p.kind is Kind.SCALAR and not p.by_value
         ),
-        tile=choose_tile(
-            block_d, block_dv, ELEMENT_BYTES[options.dtype], target, short=options.short
-        ),
+        tile=tile_of(options, target),
         block_d=block_d,
         block_dv=block_dv,
+    )
+
+
+def padded(head_dim: int) -> int:
+    """The power of two, at least 16, that tiles have in place of a head dim."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def tile_of(options: Options, target: Target) -> Tile:
+    """The tile of a kernel variant."""
+    return choose_tile(
+        padded(options.head_dim),
+        padded(options.v_head_dim),
+        ELEMENT_BYTES[options.dtype],
+        target,
+        short=options.short,
     )
 
 

@@ -140,9 +140,10 @@ import triton.language as tl
 
 @triton.jit
 def add(q, o, n, q_stride_l, BLOCK: tl.constexpr):
-    """o = q + 1."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(o + i, tl.load(q + i * q_stride_l, mask=i < n) + 1, mask=i < n)
+    """o[n, BLOCK] = q[n, BLOCK] + 1."""
+    row = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    tl.store(o + row * BLOCK + i, tl.load(q + row * q_stride_l + i) + 1, mask=row < n)
 '''
 ADD_ARGUMENTS = (
     Argument("q", "*bf16"),
@@ -157,7 +158,7 @@ def add(target: str, text: str = ADD, aligned: bool = True, **constants: int) ->
         text,
         "add",
         ADD_ARGUMENTS,
-        constants or {"BLOCK": 128},
+        constants or {"BLOCK": 1024},
         parse_target(target),
         num_warps=4,
         num_stages=1,

@@ -352,8 +352,12 @@ def define(function: DeviceFunction, plan: TritonPlan) -> str:
     return "\n".join(["@triton.jit", head, f'    """{function.doc}"""', *body])
 
 
-def has_strict_products(roots: Sequence[Expr]) -> bool:
-    """Whether a product and a sum that decide a pair must not be fused into one rounding."""
+def fp_fusion(plan: TritonPlan) -> bool:
+    """Whether products and sums may be fused: not where they decide which pairs attend."""
+    return not any(_has_strict_products(function.body) for function in plan.functions)
+
+
+def _has_strict_products(roots: Sequence[Expr]) -> bool:
     strict = _strict(roots)
     return any(
         node.op in (Op.ADD, Op.SUB)

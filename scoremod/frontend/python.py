@@ -66,7 +66,7 @@ def lower(source: PythonSource, consts: Mapping[str, Any]) -> Lowered:
 
 _SHORTER = "give parts names of their own, or read a table instead of a long chain"
 _CONST_HINT = "mark the value with scoremod.const(...); it is then compiled in"
-MAX_STATEMENTS = 50_000  # read in one variant, over all loops, branches and helpers
+MAX_STATEMENTS = 20_000  # read in one variant, over all loops, branches and helpers
 
 # -- parameters --------------------------------------------------------------------------------
 
@@ -278,14 +278,14 @@ class _Reader:
                     "the loops and branches give too many paths", span=self.span(body[0]),
                     hint="let each `if` that returns do so in every branch",
                 )  # fmt: skip
-            rest = body[position + 1 :]
             if isinstance(statement, ast.If):
-                return_early, value = self.if_(statement, rest, environment)
+                return_early, value = self.if_(statement, body[position + 1 :], environment)
                 if return_early:
                     return value
                 continue
             if isinstance(statement, ast.For) and _returns(statement):
-                return self.block([*self.unrolled(statement, environment), *rest], environment)
+                steps = self.unrolled(statement, environment)
+                return self.block([*steps, *body[position + 1 :]], environment)
             run = _STATEMENTS.get(type(statement))
             if run is None:
                 raise _unsupported(statement, self.span(statement))
@@ -583,7 +583,11 @@ class _Reader:
                 f"`.{node.attr}` has no meaning on {what}", span=self.span(node)
             )
         label = ast.unparse(node.value)
-        raise UnknownName(f"`{label}` has no `{node.attr}`", span=self.span(node))
+        known = dir(value.value) if isinstance(value, Object) else ()
+        raise UnknownName(
+            f"`{label}` has no `{node.attr}`", span=self.span(node),
+            hint=names.did_you_mean(node.attr, known),
+        )  # fmt: skip
 
     # -- calls
 
@@ -593,7 +597,7 @@ class _Reader:
             method = self.method(node, node.func, environment)
             if method is not None:
                 return method
-        function = self.value(node.func, environment)
+        function = self.called(node.func, environment)
         if isinstance(function, LocalFunction):
             return self.call_local(function, node, environment)
         if not isinstance(function, Object):
@@ -611,6 +615,15 @@ class _Reader:
             return self.call_helper(function.value, node, environment)
         label = getattr(function.value, "__name__", type(function.value).__name__)
         raise names.unknown_function(str(label), span)
+
+    def called(self, node: ast.expr, environment: Environment) -> Value:
+        """What stands before the parentheses of a call."""
+        try:
+            return self.value(node, environment)
+        except UnknownName as error:
+            if isinstance(node, ast.Name) and node.id not in names.RESERVED:
+                raise names.unknown_function(node.id, error.span) from None
+            raise
 
     def language_call(
         self, name: str, first: list[Expr], node: ast.Call, environment: Environment

@@ -446,6 +446,9 @@ def _hint(before: str, found: str, ahead: str, expected: Collection[str]) -> str
     if expected == {"EQUAL"}:  # a name where a statement begins
         name = (re.findall(r"\w+", before) or ["it"])[-1]
         return _CAUSES.get(name, f"is an operator missing before `{name}`?")
+    if found == "=" and before.endswith("="):  # `b == 0` where a statement begins
+        name = (re.findall(r"\w+", before) or ["it"])[-1]
+        return f"is an operator missing before `{name}`?"
     for cause in (before[-1:] + ahead[:1], ahead, found):
         is_alone = cause != "*" or "CONST" in expected
         if cause in _CAUSES and is_alone:

@@ -272,6 +272,8 @@ class _Reader:
         name, parts = str(token), list(arguments.children) if arguments is not None else []
         if name == "size":
             return self.size(node, parts, environment)
+        if name not in names.CALLS:
+            raise names.unknown_function(name, self.span(node))
         return names.call(name, [self.operand(a, environment) for a in parts], self.span(node))
 
     def size(self, node: Node, parts: list[Node], environment: Environment) -> Expr:
