@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import attention, explain, reference, sources
+from . import attend_triton, attention, explain, reference, sources
 from .analysis.tiles import TileMap, classify
 from .binding import Bound, Sizes, bind, check_names
 from .errors import (
@@ -22,10 +22,14 @@ from .errors import (
 )
 from .frontend.source import PythonSource, read_python, read_text_source
 from .inputs import Inputs, as_numpy, check_inputs, needs_grad
-from .ir.capture import Capture
+from .ir.capture import MISSING, Capture
 from .origin import Both, Chained, Either, Leaf, Negated, Origin, Renamed, leaves
 from .plan import Typed, assumed_params, assumptions, typed
 from .variant import Program, read
+from .warm import KindOfCall, Warm, kind_of, warm
+
+# Kinds of calls whose decisions are kept, per variant.
+MAX_WARM = 4096
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,6 +65,7 @@ class Variant:
         self._fixed = dict(fixed or {})
         self._program = read(origin, self._fixed)
         self._typed: dict[Any, Typed] = {}
+        self._warm: dict[KindOfCall | None, Warm] = {}
 
     # -- the call
 
@@ -88,11 +93,22 @@ class Variant:
         """
         if tiles is not None:
             raise InputMismatch("tiles= is not supported yet")
+        kind = values = None
+        if backend is None and isinstance(q, torch.Tensor) and q.is_cuda:
+            values = self._values(captures)
+            if values is not None:
+                kind = kind_of(q, k, v, scale, q_offset, kv_lens, precision, values)
+                known = self._warm.get(kind)
+                if known is not None:
+                    out, lse = known(q, k, v, q_offset, kv_lens, values)  # type: ignore[arg-type]
+                    return (out, lse) if return_lse else out
         inputs = check_inputs(
             q, k, v, scale=scale, q_offset=q_offset, kv_lens=kv_lens, precision=precision
         )
         program, bound = self._bind(captures, inputs.sizes, inputs.q.device)
         name, _ = attention.choose_backend(inputs, backend)
+        if name == "triton" and kind is not None:
+            self._remember(kind, program, inputs, bound)
         if name == "eager":
             out, lse = self._oracle(inputs, captures)
         else:
@@ -103,6 +119,34 @@ class Variant:
                 )
             out, lse = attention.attend(self._type(program, bound), inputs, bound, name)
         return (out, lse) if return_lse else out
+
+    def _values(self, captures: Mapping[str, Any]) -> list[Any] | None:
+        """The captures' values in order, unchecked; None where a name is missing or unknown."""
+        values, given = [], 0
+        for found in self._program.captures:
+            if found.name in captures:
+                given += 1
+                values.append(captures[found.name])
+            elif found.name in self._fixed:
+                values.append(self._fixed[found.name])
+            elif found.free is not None:
+                values.append(found.free.read())
+            elif found.default is not MISSING:
+                values.append(found.default)
+            else:
+                return None
+        return values if given == len(captures) else None
+
+    def _remember(
+        self, kind: KindOfCall, program: Program, inputs: Inputs, bound: tuple[Bound, ...]
+    ) -> None:
+        """Keep what later calls of this kind need; a sweep of shapes does not pile up."""
+        ready = attend_triton.ready(self._type(program, bound), inputs, bound)
+        found = warm(inputs, bound, ready)
+        if found is not None:
+            if len(self._warm) >= MAX_WARM:
+                self._warm.clear()
+            self._warm[kind] = found
 
     @_public
     def eager(

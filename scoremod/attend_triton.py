@@ -115,6 +115,13 @@ def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[An
     return out, lse
 
 
+def ready(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Ready:
+    """The kernel that serves a call on a GPU."""
+    index = inputs.q.device.index
+    with torch.cuda.device(index):
+        return kernel_of(program, options(inputs, bound), index)
+
+
 def programs(tile: Tile, inputs: Inputs) -> int:
     """How many programs a call takes: q tiles times heads."""
     batch, q_heads, q_len, _ = inputs.q.shape

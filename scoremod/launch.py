@@ -124,7 +124,10 @@ class CudaDriver:
         return int(function)
 
     def error(self, code: int) -> str:
-        result = self._driver.CUresult(code)
+        try:
+            result = self._driver.CUresult(code)
+        except ValueError:
+            return f"CUDA error {code}, newer than cuda-bindings"
         _, meaning = self._driver.cuGetErrorString(result)
         return f"{result.name} ({meaning.decode() if meaning else 'unknown'})"
 

@@ -35,6 +35,24 @@ def test_ints_and_bools_never_change(expr: Expr, env: Env) -> None:
     assert np.array_equal(before, after), f"{show(expr)}  ->  {show(simple)}"
 
 
+SUMS = frozenset((Op.ADD, Op.SUB, Op.MUL, Op.NEG, Op.LT, Op.LE, Op.EQ, Op.NE))
+LOGIC = frozenset((Op.AND, Op.OR, Op.NOT))
+ROUNDED = frozenset((Op.FLOORDIV, Op.MOD, Op.ABS, Op.MIN, Op.MAX, Op.SHL))
+
+
+@settings(max_examples=300)
+@given(
+    st.one_of(
+        exprs(BOOL, ops=SUMS), exprs(BOOL, ops=SUMS | LOGIC), exprs(BOOL, ops=SUMS | ROUNDED)
+    ),
+    st.one_of(values(), values(wild=False)),
+)
+def test_comparisons_of_sums_never_change(expr: Expr, env: Env) -> None:
+    simple = simplify(expr)
+    before, after = np.broadcast_arrays(evaluate(expr, env), evaluate(simple, env))
+    assert np.array_equal(before, after), f"{show(expr)}  ->  {show(simple)}"
+
+
 @settings(max_examples=400)
 @given(exprs(FLOAT), values(wild=False))
 def test_floats_stay_close_and_not_finite_stays_so(expr: Expr, env: Env) -> None:

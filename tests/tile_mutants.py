@@ -27,7 +27,6 @@ MUTANTS: list[tuple[str, str, str, str]] = [
      "    if total.constant % divisor:\n        return const(False, span)\n", ""),
     ("g * y + c <= 0 rounded down", "normal", "-(-total.constant // divisor)",
      "total.constant // divisor"),
-    ("x - x % C where x has a constant", "normal", "    if x.constant or (", "    if ("),
     ("x // A // C joined for a negative A", "normal",
      "x.op is Op.FLOORDIV and _positive(x.args[1]) and",
      "x.op is Op.FLOORDIV and x.args[1].is_const and"),
@@ -183,6 +182,8 @@ def run(number: int) -> str:
         for name in ("scoremod", "grammar", "templates", "tests", "pyproject.toml"):
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             copy(ROOT / name, Path(folder, name))
+        # The analysis needs neither torch nor the public surface.
+        Path(folder, "scoremod", "__init__.py").write_text("", encoding="utf-8")
         file = Path(folder, "scoremod", "analysis", f"{module}.py")
         file.write_text(file.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *TESTS]

@@ -14,9 +14,9 @@ without opaque conditions is solved completely.
 What a kernel does with a piece, in the prologue of a tile of rows (`runs.py` is this in NumPy):
 
 1. Per row: lo = max(first x, *los), hi = min(last x, *his), in int64 and only then narrowed, since
-   a bound may take 64 bits; a row whose guard is false gets lo = +FAR and hi = -FAR. `first x` is 0 and
-   `last x` kv_len - 1 for j; q_offset and q_offset + q_len - 1 for i. Rows are logical positions:
-   i contains q_offset, in tables too.
+   a bound may take 64 bits; a row whose guard is false gets lo = +FAR and hi = -FAR. For j,
+   `first x` is 0 and `last x` kv_len - 1; for i, q_offset and q_offset + q_len - 1. Rows are
+   logical positions: i contains q_offset, in tables too.
 2. visible = [min lo, max hi] over the rows with lo <= hi. Only these x can be true.
 3. full = [max lo, min hi] over all rows that exist, those with a false guard or lo > hi included:
    there the mask is true for every row, if the piece has no opaque conditions.

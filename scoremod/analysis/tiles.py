@@ -180,9 +180,10 @@ class Means:
     def of(mask: Expr, grid: Grid) -> Means:
         """Everything that can be prepared for a mask."""
         solved = tuple(Solved.of(mask, grid, x) for x in ("j", "i"))
-        whole = IntervalTest(mask, uncut(grid.q), uncut(grid.kv), solved)
-        cutted = IntervalTest(mask, cut(mask, grid.q), cut(mask, grid.kv), solved)
-        return Means(solved, (whole, cutted) if cutted.boxes_per_pair > 1 else (whole,))
+        tables = Tables(grid.q.values, grid.q.strict)
+        whole = IntervalTest(mask, uncut(grid.q), uncut(grid.kv), solved, tables)
+        fine = IntervalTest(mask, cut(mask, grid.q), cut(mask, grid.kv), solved, tables)
+        return Means(solved, (whole, fine) if fine.boxes_per_pair > 1 else (whole,))
 
     def kinds(self, q: Array, kv: Array) -> Array:
         """The kinds of pairs of tiles."""
@@ -279,6 +280,7 @@ class IntervalTest:
     rows: Pieces
     columns: Pieces
     solved: tuple[Solved, ...]
+    tables: Tables
 
     @property
     def boxes_per_pair(self) -> int:
@@ -292,8 +294,7 @@ class IntervalTest:
         return np.concatenate(parts) if parts else np.zeros(0, np.uint8)
 
     def _kinds(self, q: Array, kv: Array) -> Array:
-        side = self.rows.side
-        boxes = Boxes(self.rows, self.columns, q, kv, Tables(side.values, side.strict))
+        boxes = Boxes(self.rows, self.columns, q, kv, self.tables)
         maybe, surely = _over(boxes, self.mask)
         for solved in self.solved:
             if not all(p.is_pure for p, _ in solved.pieces):

@@ -32,9 +32,14 @@ FunctionNode = ast.FunctionDef | ast.Lambda
 
 def display_path(file: str) -> str:
     """The file as a person in the current folder would name it."""
+    return _from_folder(file, os.getcwd())
+
+
+@functools.lru_cache(maxsize=256)
+def _from_folder(file: str, folder: str) -> str:
     try:
-        relative = os.path.relpath(file)
-    except ValueError:
+        relative = os.path.relpath(file, folder)
+    except ValueError:  # another drive of Windows
         return file
     return file if relative.startswith("..") else relative
 

@@ -1,0 +1,502 @@
+"""The command line: look at variants, their tiles and their kernels.
+
+    scoremod show gemma2.smod
+    scoremod tiles sliding_window --len 4096 --set window=512
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from . import __version__, cache, variants
+from .api import Variant, parse
+from .errors import ScoremodError
+from .ir.capture import MISSING
+from .ir.expr import TRUE
+from .ir.show import show as shown
+from .plan import Typed, assumed_params, typed
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+STOCK: dict[str, Variant] = {n: v for n, v in vars(variants).items() if isinstance(v, Variant)}
+MAX_TILES = 1 << 30  # of a map: one byte each
+
+
+# -- mistakes ----------------------------------------------------------------------------------
+
+
+class Mistake(click.ClickException):
+    """A user's mistake: told in a few lines on stderr, exit code 1."""
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message if hint is None else f"{message}\n  hint: {hint}")
+
+    def show(self, file: Any = None) -> None:
+        """Tell it."""
+        click.echo(click.style("error: ", fg="red", bold=True) + self.message, err=True)
+
+
+class Commands(click.Group):
+    """A group whose commands show scoremod's errors instead of tracebacks."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except ScoremodError as error:
+            raise Mistake(str(error)) from None
+        except RecursionError:
+            raise Mistake("the variant is nested too deeply") from None
+
+
+# -- the FILE of a command ---------------------------------------------------------------------
+
+
+class File(click.ParamType):
+    """A `.smod` file, `module:name`, or the name of a stock variant."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Read the variant."""
+        return value if isinstance(value, Variant) else load(value)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Stock names, and files."""
+        names = [CompletionItem(name) for name in STOCK if name.startswith(incomplete)]
+        return names or [CompletionItem(incomplete, type="file")]
+
+
+def load(file: str) -> Variant:
+    """The variant that a FILE argument names."""
+    if file == "-":
+        return parse(sys.stdin.read(), file="<stdin>")
+    if file.endswith(".smod") or Path(file).is_file():
+        return parse(_text(Path(file)), file=file)
+    if ":" in file:
+        return _from_module(*file.split(":", 1))
+    if file in STOCK:
+        return STOCK[file]
+    close = difflib.get_close_matches(file, [*STOCK, *_smod_files()], 1)
+    hint = f"did you mean {close[0]}?" if close else "give a .smod file, module:name, or one of: "
+    raise Mistake(
+        f"there is no file and no stock variant `{file}`", hint + ("" if close else _names(STOCK))
+    )
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _smod_files() -> list[str]:
+    return [file.name for file in Path().glob("*.smod")]
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        close = difflib.get_close_matches(file.name, _smod_files(), 1)
+        raise Mistake(
+            f"there is no file {file}", f"did you mean {close[0]}?" if close else None
+        ) from None
+    except UnicodeDecodeError:
+        raise Mistake(f"{file} is not UTF-8 text") from None
+    except OSError as error:
+        raise Mistake(f"cannot read {file}: {error.strerror}") from None
+
+
+def _from_module(module: str, name: str) -> Variant:
+    """`package.module:attribute`, looked for in the current folder first."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module)
+    except ScoremodError:
+        raise
+    except Exception as error:
+        raise Mistake(f"cannot import `{module}`: {type(error).__name__}: {error}") from None
+    finally:
+        sys.path.pop(0)
+    in_module = [n for n, v in vars(found).items() if isinstance(v, Variant)]
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, Variant):
+        return found
+    if found is None:
+        hint = f"it has {_names(in_module)}" if in_module else "it has no variants"
+        raise Mistake(f"`{module}` has no `{name}`", hint)
+    raise Mistake(
+        f"`{module}:{name}` is no variant, but {type(found).__name__}",
+        "decorate the function with @scoremod.variant or @scoremod.mask",
+    )
+
+
+# -- values ------------------------------------------------------------------------------------
+
+
+class Setting(click.ParamType):
+    """NAME=VALUE: a number, True or False, or an .npy or .pt file."""
+
+    name = "name=value"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """The name and the value."""
+        name, equals, text = value.partition("=")
+        if not equals or not name or not text:
+            self.fail(f"{value!r} is not NAME=VALUE", param, ctx)
+        return name.strip(), read_value(text.strip())
+
+
+def read_value(text: str) -> Any:
+    """A number or bool as Python writes it, or the tensor in a file."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for read in (lambda: int(text, 0), lambda: int(text), lambda: float(text)):
+        try:
+            return read()
+        except ValueError:
+            continue
+    if Path(text).suffix not in (".npy", ".pt", ".pth"):
+        raise Mistake(f"{text!r} is no number, and no .npy or .pt file")
+    return _tensor(Path(text))
+
+
+def _tensor(file: Path) -> Any:
+    import numpy as np
+    import torch
+
+    try:
+        if file.suffix == ".npy":
+            return torch.from_numpy(np.load(file, allow_pickle=False))
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise Mistake(f"there is no file {file}") from None
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise Mistake(f"cannot read a tensor from {file}: {reason}") from None
+    if not isinstance(found, torch.Tensor):
+        raise Mistake(f"{file} holds no tensor, but {type(found).__name__}")
+    return found
+
+
+def missing(variant: Variant) -> list[str]:
+    """The captures that have no value, as declarations."""
+    known = variant._fixed
+    return [
+        c.declaration
+        for c in variant._program.captures
+        if c.default is MISSING and c.free is None and c.name not in known
+    ]
+
+
+def demand_values(variant: Variant) -> None:
+    """Raise where captures have no value."""
+    names = missing(variant)
+    if names:
+        first = names[0].partition(":")[0]
+        value = "FILE.npy" if "[" in names[0] else "VALUE"
+        raise Mistake(
+            f"`{variant.name}` needs values of {', '.join(names)}", f"add --set {first}={value}"
+        )
+
+
+# -- output ------------------------------------------------------------------------------------
+
+
+def emit(text: str, lexer: str | None = None) -> None:
+    """Print; highlighted on a terminal, plain in a pipe."""
+    if lexer is None or not sys.stdout.isatty() or "NO_COLOR" in os.environ:
+        click.echo(text)
+        return
+    from rich.console import Console
+    from rich.syntax import Syntax
+
+    Console(soft_wrap=True).print(
+        Syntax(text, lexer, background_color="default", theme="ansi_dark")
+    )
+
+
+def emit_json(value: Any) -> None:
+    """Print for a machine."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def heading(text: str) -> None:
+    """Print a heading."""
+    click.secho(text, bold=True)
+
+
+# -- options -----------------------------------------------------------------------------------
+
+_file = click.argument("variant", metavar="FILE", type=File())
+_set = click.option(
+    "--set",
+    "settings",
+    metavar="NAME=VALUE",
+    type=Setting(),
+    multiple=True,
+    help="Value of a capture: a number, True, False, or an .npy or .pt file.",
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def example(*lines: str) -> str:
+    """The end of a help text; click keeps its line breaks."""
+    return "\n\n".join(["\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)])
+
+
+COMPLETION = 'eval "$(_SCOREMOD_COMPLETE=bash_source scoremod)"'
+
+
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=example("scoremod show gemma2.smod", "scoremod tiles causal --len 4096", COMPLETION),
+)
+@click.version_option(__version__, prog_name="scoremod")
+def main() -> None:
+    """Declare attention variants, see what becomes of them, get their kernels.
+
+    FILE is a .smod file, module:name, the name of a stock variant such as `causal`, or - for
+    standard input. Completion: the last line below for bash; zsh_source and fish_source for others.
+    """
+
+
+# -- commands ----------------------------------------------------------------------------------
+
+
+@main.command(epilog=example("scoremod show gemma2.smod", "scoremod show alibi --json"))
+@_file
+@_set
+@_json
+def show(variant: Variant, settings: tuple[tuple[str, Any], ...], as_json: bool) -> None:
+    """Show a variant: as written, simplified, and what it captures."""
+    variant = variant.bind(**dict(settings))
+    params = assumed_params(variant._program)
+    program = typed(variant._program, params, variant._text())
+    assumed = {
+        c.name: p.element
+        for c, p in zip(variant._program.captures, params, strict=True)
+        if c.element is None
+    }
+    if as_json:
+        emit_json(as_data(variant, program, assumed))
+        return
+    heading(f"variant {variant.name}")
+    emit("\n".join(f"  {line}" for line in program.text), "python")
+    heading("simplified")
+    emit(f"  score  {shown(program.score)}")
+    emit("  mask   every pair" if program.mask == TRUE else f"  mask   {shown(program.mask)}")
+    heading("captures" if variant.captures else "captures nothing")
+    for found in variant._written().captures:
+        default = "" if found.default is MISSING else f" = {found.default!r}"
+        note = f"   assumed {assumed[found.name]}; a call decides" if found.name in assumed else ""
+        emit(f"  {found.declaration}{default}{note}")
+
+
+def as_data(variant: Variant, program: Typed, assumed: Mapping[str, str]) -> dict[str, Any]:
+    """A variant for a machine."""
+    captures = [
+        {
+            "name": c.name,
+            "kind": c.kind.value,
+            "element": c.element,
+            "assumed": assumed.get(c.name),
+            "dims": None if c.dims is None else list(c.dims),
+            "default": None if c.default is MISSING else c.default,
+            "declaration": c.declaration,
+        }
+        for c in variant._written().captures
+    ]
+    return {
+        "name": variant.name,
+        "source": "\n".join(program.text),
+        "text": str(variant),
+        "score": shown(program.score),
+        "mask": shown(program.mask),
+        "captures": captures,
+        "consts": dict(variant._program.consts),
+    }
+
+
+@main.command(epilog=example("scoremod explain alibi"))
+@_file
+@_set
+def explain(variant: Variant, settings: tuple[tuple[str, Any], ...]) -> None:
+    """Explain what scoremod decides about a variant, and why."""
+    variant = variant.bind(**dict(settings))
+    emit(variant.explain())
+    names = missing(variant)
+    if names:
+        emit(f"  no value yet: {', '.join(names)} (--set NAME=VALUE)")
+
+
+@main.command(
+    epilog=example(
+        "scoremod tiles sliding_window --len 4096 --set window=512",
+        "scoremod tiles document --len 8192 --set doc=doc.npy -o document.png",
+    )
+)
+@_file
+@click.option("--len", "q_len", type=click.IntRange(0), required=True, help="Queries.")
+@click.option("--kv-len", type=click.IntRange(0), help="Keys; as many as queries if left out.")
+@click.option("--b", "b", type=click.IntRange(0), default=0, help="Batch index.")
+@click.option("--h", "h", type=click.IntRange(0), default=0, help="Query head.")
+@click.option("--q-offset", type=int, default=0, help="Position of the first query.")
+@click.option("--block-m", type=click.IntRange(1), default=128, show_default=True)
+@click.option("--block-n", type=click.IntRange(1), default=128, show_default=True)
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Draw into a file.")
+@_set
+@_json
+def tiles(
+    variant: Variant,
+    q_len: int,
+    kv_len: int | None,
+    settings: tuple[tuple[str, Any], ...],
+    output: str | None,
+    as_json: bool,
+    **where: Any,
+) -> None:
+    """Show which tiles of the score matrix are empty, partial and full."""
+    variant = variant.bind(**dict(settings))
+    demand_values(variant)
+    kv_len = q_len if kv_len is None else kv_len
+    total = -(-q_len // where["block_m"]) * -(-kv_len // where["block_n"])
+    if total > MAX_TILES:
+        raise Mistake(f"that is {total} tiles", "take larger --block-m and --block-n")
+    found = variant.tiles(q_len, kv_len, **where)
+    if output is not None:
+        _plot(found, output)
+    if as_json:
+        empty, partial, full = found.counts
+        counts = {"empty": empty, "partial": partial, "full": full}
+        sizes = {"q_len": q_len, "kv_len": kv_len, **where}
+        emit_json({**sizes, "counts": counts, "kind": found.kind.tolist()})
+    else:
+        emit(str(found))
+
+
+def _plot(found: Any, output: str) -> None:
+    try:
+        found.plot(output)
+    except ImportError:
+        raise Mistake("drawing needs matplotlib", "pip install scoremod[plot]") from None
+    except (OSError, ValueError) as error:
+        raise Mistake(f"cannot draw into {output}: {error}") from None
+
+
+@main.command(
+    epilog=example(
+        "scoremod source alibi --head-dim 128 --dtype bf16 --target cuda:90 --phase fwd",
+        "scoremod source document --head-dim 64 --capture doc=i64 > kernel.py",
+    )
+)
+@_file
+@click.option("--head-dim", type=int, default=128, show_default=True)
+@click.option("--v-head-dim", type=int, help="As --head-dim if left out.")
+@click.option("--dtype", default="bf16", show_default=True, help="f16, bf16 or f32.")
+@click.option(
+    "--target", default="cuda:90", show_default=True, help="cuda:80, cuda:90, hip:gfx942, cpu..."
+)
+@click.option(
+    "--phase", type=click.Choice(["fwd", "bwd", "tiles"]), default="fwd", show_default=True
+)
+@click.option(
+    "--capture",
+    "elements",
+    metavar="NAME=DTYPE",
+    multiple=True,
+    help="Element type of a capture that leaves it open.",
+)
+@_set
+def source(
+    variant: Variant,
+    settings: tuple[tuple[str, Any], ...],
+    elements: tuple[str, ...],
+    **options: Any,
+) -> None:
+    """Print the kernel: highlighted on a terminal, plain in a pipe."""
+    captures: dict[str, str] = {}
+    for element in elements:
+        name, equals, word = element.partition("=")
+        if not equals:
+            raise click.BadParameter(f"{element!r} is not NAME=DTYPE", param_hint="--capture")
+        captures[name] = word
+    variant = variant.bind(**dict(settings))
+    emit(variant.source(captures=captures, **options).rstrip("\n"), "python")
+
+
+# -- the cache ---------------------------------------------------------------------------------
+
+
+@main.group("cache", epilog=example("scoremod cache size", "scoremod cache clear"))
+def cache_() -> None:
+    """The kernels on disk; SCOREMOD_CACHE_DIR names their folder."""
+
+
+@cache_.command("list", epilog=example("scoremod cache list --json"))
+@_json
+def cache_list(as_json: bool) -> None:
+    """List kernels, those used longest ago first."""
+    entries = cache.entries()
+    if as_json:
+        emit_json([{"key": e.key, "size": e.size, "used": e.used} for e in entries])
+        return
+    for entry in entries:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        emit(f"{entry.key[:16]}  {_bytes(entry.size):>9}  {used}")
+    emit(f"{len(entries)} kernels, {_bytes(cache.size())}, in {cache.CACHE.folder}")
+
+
+@cache_.command("size", epilog=example("scoremod cache size"))
+@_json
+def cache_size(as_json: bool) -> None:
+    """Print how much the kernels take."""
+    if as_json:
+        emit_json({"bytes": cache.size(), "limit": cache.CACHE.limit, "entries": len(cache.entries())})
+    else:
+        emit(f"{_bytes(cache.size())} of {_bytes(cache.CACHE.limit)}")
+
+
+@cache_.command("clear", epilog=example("scoremod cache clear"))
+def cache_clear() -> None:
+    """Delete all kernels; they are compiled again when needed."""
+    emit(f"{cache.clear()} kernels deleted")
+
+
+@cache_.command("verify", epilog=example("scoremod cache verify"))
+@_json
+def cache_verify(as_json: bool) -> None:
+    """Check every kernel's digest; damaged ones are deleted. Exit code 1 if there were any."""
+    total, damaged = len(cache.entries()), cache.verify()
+    if as_json:
+        emit_json({"entries": total, "damaged": damaged})
+    else:
+        for name in damaged:
+            emit(f"damaged: {name}")
+        emit(f"{total - len(damaged)} of {total} kernels are whole")
+    if damaged:
+        sys.exit(1)
+
+
+def _bytes(number: int) -> str:
+    """A size for people: 1.5 MB."""
+    size = float(number)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"

@@ -1,0 +1,147 @@
+"""A call like one before: its checks and decisions hold, only pointers and numbers are new.
+
+A warm call's host time is what small problems and decoding feel. `kind_of` is everything that the
+checks, the binding and the choice of a kernel look at; calls of equal kind differ in nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .attend_triton import Ready, arguments, programs
+from .binding import Bound
+from .inputs import Inputs, empty_like_q
+from .ir.capture import Kind
+from .launch import Launcher, current_stream
+from .plan_triton import SMALL
+
+# Where `attend_triton.arguments` puts what changes from call to call.
+Q, K, V, OUT, LSE, SCALE, Q_OFFSET, KV_LENS = 0, 1, 2, 3, 4, 21, 22, 23
+
+Value = Any  # of a capture: a tensor or a number
+KindOfCall = tuple[Any, ...]
+
+
+def kind_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | torch.Tensor | None,
+    q_offset: int | torch.Tensor,
+    kv_lens: torch.Tensor | None,
+    precision: str,
+    values: Sequence[Value],
+) -> KindOfCall | None:
+    """The kind of a call on a GPU; None where it must be checked each time."""
+    if not q.is_cuda or torch.is_autocast_enabled("cuda"):
+        return None
+    grad = torch.is_grad_enabled()
+    if grad and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return None
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+        return None
+    found: list[Any] = [
+        q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype,
+        q.device, k.device, v.device, precision,
+    ]  # fmt: skip
+    if type(scale) in (float, int):
+        found.append(scale)
+    elif scale is not None:
+        return None
+    if type(q_offset) is not int or not 0 <= q_offset <= SMALL - q.shape[2]:
+        return None
+    if kv_lens is not None:
+        found += (kv_lens.shape, kv_lens.stride(), kv_lens.dtype, kv_lens.device)
+    for value in values:
+        kind = type(value)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            if grad and value.requires_grad:
+                return None
+            found += (value.shape, value.stride(), value.dtype, value.device)
+        elif kind is int and -SMALL <= value <= SMALL:
+            found.append(int)
+        elif kind is float or kind is bool:
+            found.append(kind)
+        else:
+            return None
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Warm:
+    """What a call of one kind still has to do."""
+
+    launcher: Launcher
+    programs: int
+    values: tuple[Any, ...]  # arguments, with holes for what changes
+    captures: tuple[int, ...]  # the argument of each capture
+    lse_shape: tuple[int, ...]
+    out_like_q: bool
+    v_head_dim: int
+    device: int
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_offset: int,
+        kv_lens: torch.Tensor | None,
+        captures: Sequence[Value],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse)."""
+        out = torch.empty_like(q) if self.out_like_q else empty_like_q(q, self.v_head_dim)
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device)
+        values = list(self.values)
+        values[:5] = q, k, v, out, lse
+        values[Q_OFFSET] = q_offset
+        if kv_lens is not None:
+            values[KV_LENS] = kv_lens
+        for position, value in zip(self.captures, captures, strict=True):
+            values[position] = value
+        stream = current_stream(self.device)
+        self.launcher.launch((self.programs, 1, 1), stream, values)
+        return out, lse
+
+
+def warm(inputs: Inputs, bound: tuple[Bound, ...], ready: Ready) -> Warm | None:
+    """What calls like this one will do; None where a call has to convert something each time."""
+    tensors = (inputs.q, inputs.k, inputs.v)
+    if any(x.stride(3) != 1 for x in tensors) or not isinstance(ready.launcher, Launcher):
+        return None
+    if inputs.kv_lens is not None and (
+        inputs.kv_lens.dtype is not torch.int32 or inputs.kv_lens.stride() != (1,)
+    ):
+        return None
+    device = inputs.q.device.index
+    if device != torch.cuda.current_device():
+        return None
+    out = empty_like_q(inputs.q, inputs.v.shape[3])
+    lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device=inputs.q.device)
+    values = arguments(inputs, bound, out, lse)
+    values[:5] = [None] * 5
+    like_q = torch.empty_like(inputs.q)
+    return Warm(
+        ready.launcher,
+        programs(ready.tile, inputs),
+        tuple(values),
+        _positions(inputs, bound),
+        tuple(lse.shape),
+        (like_q.shape, like_q.stride()) == (out.shape, out.stride()),
+        inputs.v.shape[3],
+        device,
+    )
+
+
+def _positions(inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[int, ...]:
+    """The argument that is each capture's value or pointer."""
+    position = KV_LENS + (inputs.kv_lens is not None)
+    found = []
+    for item in bound:
+        found.append(position)
+        position += 1 + 2 * item.param.rank if item.param.kind is Kind.TENSOR else 1
+    return tuple(found)
