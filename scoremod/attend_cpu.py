@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from .analysis.tiles import EMPTY, FULL, PARTIAL, classify
 from .backends.cpu import CPU
-from .binding import Bound
+from .binding import ANY_LENGTH, Bound
 from .inputs import Inputs, as_numpy, empty_like_q
 from .ir.ops import Type
 from .plan import CpuPlan, Typed, cpu_plan
@@ -93,7 +93,7 @@ def schedule(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Schedu
     """For each q tile its rows and the kv tiles to visit: (start, end, masked)."""
     block_m, block_n = blocks(inputs)
     q_len, kv_len = inputs.q.shape[2], inputs.k.shape[2]
-    kind = _kinds(program, inputs, as_numpy(bound, float64=inputs.q.dtype is torch.float64))
+    kind = _kinds(program, inputs, bound)
     visible = kv_len
     if inputs.kv_lens is not None:
         visible = min(kv_len, max(inputs.kv_lens.tolist(), default=0))
@@ -108,14 +108,17 @@ def schedule(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Schedu
     return result
 
 
-def _kinds(program: Typed, inputs: Inputs, values: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+def _kinds(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> np.ndarray[Any, Any]:
     """The kind of each tile for all batches and heads together."""
     block_m, block_n = blocks(inputs)
     q_len, kv_len = inputs.q.shape[2], inputs.k.shape[2]
     shape = (-(-q_len // block_m), -(-kv_len // block_n))
     structures = _structures(program, inputs)
-    if len(structures) > MAX_STRUCTURES:
+    # A table broadcast to any length cannot be laid out for the analysis.
+    endless = any(x.param.rank and ANY_LENGTH in x.value.shape for x in bound)
+    if len(structures) > MAX_STRUCTURES or endless:
         return np.full(shape, PARTIAL, np.uint8)
+    values = as_numpy(bound, float64=inputs.q.dtype is torch.float64)
     kinds = [
         classify(
             program.mask, q_len, kv_len, block_m=block_m, block_n=block_n, values=values,

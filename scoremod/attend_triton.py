@@ -19,14 +19,15 @@ from .backends.compile_triton import Kernel, compile_kernel
 from .backends.triton import TRITON, fp_fusion
 from .binding import ELEMENT_OF, Bound
 from .cache import CACHE, fingerprint, key
+from .errors import BackendUnavailable
 from .inputs import Inputs, empty_like_q
 from .ir.capture import Kind
 from .ir.ops import Type
 from .launch import HipLauncher, Launcher, current_stream, device, launcher
 from .plan import Typed
-from .plan_triton import ELEMENT_BYTES, SMALL, Options, TritonPlan, tile_of, triton_plan
+from .plan_triton import ELEMENT_BYTES, SMALL, Options, TritonPlan, tiles_of, triton_plan
 from .render import render
-from .target import INTERPRETER, Target, Tile
+from .target import INTERPRETER, Target
 
 INT32_MAX = 2**31 - 1
 # Queries of a "short" call; the rest of a normal q tile would be idle.
@@ -49,7 +50,8 @@ def options(inputs: Inputs, bound: tuple[Bound, ...]) -> Options:
         precision=precision,
         small=_is_small(inputs, bound),
         wide_offsets=any(_reach(x) > INT32_MAX for x in tensors),
-        aligned=all(_is_aligned(x, ELEMENT_BYTES[dtype]) for x in (q, k, v)),
+        aligned=all(_is_aligned(x, ELEMENT_BYTES[dtype]) for x in (q, k, v))
+        and v.shape[3] * ELEMENT_BYTES[dtype] % 16 == 0,  # the output's rows too
         short=q.shape[2] <= SHORT,
         has_kv_lens=inputs.kv_lens is not None,
         offset_per_batch=isinstance(inputs.q_offset, torch.Tensor),
@@ -59,7 +61,7 @@ def options(inputs: Inputs, bound: tuple[Bound, ...]) -> Options:
 
 
 def _is_small(inputs: Inputs, bound: tuple[Bound, ...]) -> bool:
-    """Whether lengths, offsets and int scalars lie below SMALL; what only the device knows does not."""
+    """Whether lengths, offset and int scalars are below SMALL; what only the device knows is not."""
     if isinstance(inputs.q_offset, torch.Tensor):
         return False
     q_end = inputs.q_offset + inputs.q.shape[2]
@@ -84,10 +86,9 @@ def unit_stride(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Ready:
-    """A kernel that is loaded: its options, its tile, and how to launch it."""
+    """A kernel that is loaded: its q tile, and how to launch it."""
 
-    options: Options
-    tile: Tile
+    block_m: int
     launcher: Launcher | HipLauncher
 
 
@@ -103,14 +104,14 @@ def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[An
     values = arguments(inputs, bound, out, lse)
     if inputs.q.device.type != "cuda":
         plan = triton_plan(program, chosen, INTERPRETER)
-        grid = programs(plan.tile, inputs)
+        grid = programs(plan.tile.block_m, inputs)
         if grid:
             interpreted(source(plan))[(grid,)](*values, **plan.constants)
         return out, lse
     index = inputs.q.device.index
     with torch.cuda.device(index) if index != torch.cuda.current_device() else nullcontext():
         ready = kernel_of(program, chosen, index)
-        grid = programs(ready.tile, inputs)
+        grid = programs(ready.block_m, inputs)
         ready.launcher.launch((grid, 1, 1), current_stream(index), values)
     return out, lse
 
@@ -122,10 +123,10 @@ def ready(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Ready:
         return kernel_of(program, options(inputs, bound), index)
 
 
-def programs(tile: Tile, inputs: Inputs) -> int:
+def programs(block_m: int, inputs: Inputs) -> int:
     """How many programs a call takes: q tiles times heads."""
     batch, q_heads, q_len, _ = inputs.q.shape
-    return -(-q_len // tile.block_m) * batch * q_heads
+    return -(-q_len // block_m) * batch * q_heads
 
 
 def kernel_of(program: Typed, chosen: Options, index: int) -> Ready:
@@ -134,7 +135,7 @@ def kernel_of(program: Typed, chosen: Options, index: int) -> Ready:
     if found is None:
         target = device(index)
         kernel = compiled(program, chosen, target)
-        ready = Ready(chosen, tile_of(chosen, target), launcher(kernel))
+        ready = Ready(dict(kernel.constants)["BLOCK_M"], launcher(kernel))
         # The program is kept, so that its id stays its own.
         found = _READY[id(program), chosen, index] = (program, ready)
     return found[1]
@@ -144,21 +145,32 @@ def compiled(program: Typed, chosen: Options, target: Target) -> Kernel:
     """The compiled kernel; simplified, rendered and compiled only if it is not stored."""
 
     def build() -> Kernel:
-        plan = triton_plan(program, chosen, target)
-        return compile_kernel(
-            source(plan),
-            "attention_fwd",
-            plan.arguments,
-            plan.constants,
-            target,
-            num_warps=plan.tile.num_warps,
-            num_stages=plan.tile.num_stages,
-            aligned=chosen.aligned,
-            fp_fusion=fp_fusion(plan),
+        for tile in tiles_of(chosen, target):
+            kernel = compile_plan(triton_plan(program, chosen, target, tile))
+            # A table of pairs is prefetched through shared memory too, which no table foresees.
+            if kernel.shared <= target.shared:
+                return kernel
+        raise BackendUnavailable(
+            f"no tile of `{program.name}` fits the {target.shared} bytes of shared memory of {target}"
         )
 
     name = key(fingerprint(), "attention_fwd", program.canonical, chosen, target)
     return CACHE.get_or_compile(name, build)
+
+
+def compile_plan(plan: TritonPlan) -> Kernel:
+    """Render and compile, without cache."""
+    return compile_kernel(
+        source(plan),
+        "attention_fwd",
+        plan.arguments,
+        plan.constants,
+        plan.target,
+        num_warps=plan.tile.num_warps,
+        num_stages=plan.tile.num_stages,
+        aligned=plan.options.aligned,
+        fp_fusion=fp_fusion(plan),
+    )
 
 
 def source(plan: TritonPlan) -> str:

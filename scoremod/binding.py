@@ -135,7 +135,7 @@ def _bind_one(
 ) -> Bound:
     if not isinstance(value, torch.Tensor):
         value = _number(found, value)
-    elif value.device.type != "meta" and device is not None and value.device != device:
+    elif device is not None and device.type != "meta" and value.device != device:
         raise _mismatch(found, f"is on {value.device}, but q is on {device}")
     if found.kind is Kind.SCALAR:
         return _scalar(found, value)

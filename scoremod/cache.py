@@ -138,6 +138,7 @@ def rebuild(fields: dict[str, Any], image: bytes, text: str) -> Kernel:
         "arguments": tuple(Argument(**a) for a in fields["arguments"]),
         "global_scratch": Scratch(**fields["global_scratch"]),
         "profile_scratch": Scratch(**fields["profile_scratch"]),
+        "constants": tuple((name, value) for name, value in fields["constants"]),
         "cluster": tuple(fields["cluster"]),
     }
     return Kernel(image=image, text=text, **fields)

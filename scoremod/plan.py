@@ -10,12 +10,12 @@ import re
 from dataclasses import dataclass, replace
 
 from .ir.capture import ELEMENTS, Kind
-from .ir.expr import TRUE, Expr, resolve
+from .ir.expr import TRUE, Expr, require_bool, resolve
 from .ir.ops import Type
 from .passes.assume import assume
 from .passes.simplify import simplify
 from .resources import path
-from .variant import S, Program, rename_captures
+from .variant import Program, S, rename_captures
 
 # What every device function takes before the captures, in this order.
 INDICES = ("s", "b", "h", "hk", "i", "j", "q_len", "kv_len")
@@ -100,6 +100,7 @@ def typed(program: Program, params: tuple[Param, ...], text: tuple[str, ...] = (
     """Give captures their types."""
     types = {p.name: p.type for p in params}
     score, mask = resolve(program.score, types), resolve(program.mask, types)
+    require_bool(mask, "a mask", mask.span)
     return Typed(program.name, params, score, mask, text)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-
-
 from dataclasses import dataclass
 
 from .analysis.interval import Bounds, Interval, Name, ints, open_load
@@ -14,7 +12,7 @@ from .ir.expr import Expr, capture, const, index, make, substitute
 from .ir.ops import Op, Type
 from .passes.fold import base2
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
-from .target import Target, Tile, choose_tile
+from .target import Target, Tile, choose_tiles
 
 # Lengths, offsets and int scalars below this are computed with in 32 bits.
 SMALL = 2**24
@@ -223,8 +221,10 @@ class TritonPlan:
         }
 
 
-def triton_plan(program: Typed, options: Options, target: Target) -> TritonPlan:
-    """Decide the forward kernel."""
+def triton_plan(
+    program: Typed, options: Options, target: Target, tile: Tile | None = None
+) -> TritonPlan:
+    """Decide the forward kernel; `tile` replaces the one of the table."""
     program = with_kernel_names(program, "triton")
     block_d, block_dv = padded(options.head_dim), padded(options.v_head_dim)
     score = program.score_function
@@ -260,7 +260,7 @@ def triton_plan(program: Typed, options: Options, target: Target) -> TritonPlan:
         scalars_in_memory=tuple(
             p for p in program.params if p.kind is Kind.SCALAR and not p.by_value
         ),
-        tile=tile_of(options, target),
+        tile=tile or tiles_of(options, target)[0],
         block_d=block_d,
         block_dv=block_dv,
     )
@@ -271,9 +271,9 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def tile_of(options: Options, target: Target) -> Tile:
-    """The tile of a kernel variant."""
-    return choose_tile(
+def tiles_of(options: Options, target: Target) -> tuple[Tile, ...]:
+    """The tile of a kernel variant, and smaller ones for a score that needs more memory."""
+    return choose_tiles(
         padded(options.head_dim),
         padded(options.v_head_dim),
         ELEMENT_BYTES[options.dtype],
@@ -383,5 +383,3 @@ def param_arguments(param: Param, options: Options) -> list[Argument]:
         return [Argument(param.name, "fp32")]
     wide = param.type is Type.INT and not options.small
     return [Argument(param.name, "i64" if wide else "i32")]
-
-

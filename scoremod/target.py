@@ -66,7 +66,9 @@ class Tile:
     def shared(self, head_dim: int, v_head_dim: int, element_bytes: int) -> int:
         """An upper bound of the shared memory: q, the stages of k and v, and p for the dot."""
         q = self.block_m * head_dim
-        kv = self.num_stages * self.block_n * (head_dim + v_head_dim)
+        # Without prefetching, k is done with before v is read.
+        one = max(head_dim, v_head_dim) if self.num_stages == 1 else head_dim + v_head_dim
+        kv = self.num_stages * self.block_n * one
         p = self.block_m * self.block_n
         return (q + kv + p) * element_bytes
 
@@ -109,15 +111,26 @@ def choose_tile(
 
     `short` is for calls with few queries, such as decoding.
     """
+    return choose_tiles(head_dim, v_head_dim, element_bytes, target, short=short)[0]
+
+
+def choose_tiles(
+    head_dim: int, v_head_dim: int, element_bytes: int, target: Target, *, short: bool = False
+) -> tuple[Tile, ...]:
+    """The tiles that fit, the best first; a captured table of pairs may need a later one."""
     table = _TILES_16 if element_bytes == 2 else _TILES_32
     widest = max(head_dim, v_head_dim)
     tile = next((t for limit, t in table if widest <= limit), table[-1][1])
     if short:
         tile = replace(tile, block_m=16, num_warps=4)
-    for candidate in (tile, *tile.smaller()):
-        if candidate.shared(head_dim, v_head_dim, element_bytes) <= target.shared:
-            return candidate
-    raise BackendUnavailable(
-        f"no tile of head dims {head_dim} and {v_head_dim} fits the {target.shared // KB} KB of "
-        f"shared memory of {target}"
+    tiles = tuple(
+        t
+        for t in (tile, *tile.smaller())
+        if t.shared(head_dim, v_head_dim, element_bytes) <= target.shared
     )
+    if not tiles:
+        raise BackendUnavailable(
+            f"no tile of head dims {head_dim} and {v_head_dim} fits the {target.shared // KB} KB "
+            f"of shared memory of {target}"
+        )
+    return tiles

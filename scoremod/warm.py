@@ -19,8 +19,8 @@ from .ir.capture import Kind
 from .launch import Launcher, current_stream
 from .plan_triton import SMALL
 
-# Where `attend_triton.arguments` puts what changes from call to call.
-Q, K, V, OUT, LSE, SCALE, Q_OFFSET, KV_LENS = 0, 1, 2, 3, 4, 21, 22, 23
+# Where `attend_triton.arguments` puts what changes from call to call, after q, k, v, out and lse.
+Q_OFFSET, KV_LENS = 22, 23
 
 Value = Any  # of a capture: a tensor or a number
 KindOfCall = tuple[Any, ...]
@@ -127,7 +127,7 @@ def warm(inputs: Inputs, bound: tuple[Bound, ...], ready: Ready) -> Warm | None:
     like_q = torch.empty_like(inputs.q)
     return Warm(
         ready.launcher,
-        programs(ready.tile, inputs),
+        programs(ready.block_m, inputs),
         tuple(values),
         _positions(inputs, bound),
         tuple(lse.shape),

@@ -7,14 +7,13 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import test_variants
 import torch
 from attention_cases import (
-    BACKENDS,
     DEVICE,
     NOOP,
     Shape,
@@ -33,8 +32,7 @@ from attention_cases import (
 )
 from torch import Tensor
 
-import scoremod
-from scoremod import mask, parse, variant, variants, where
+from scoremod import parse, variants
 from scoremod.errors import BackendUnavailable, InputMismatch
 
 inf, nan = math.inf, math.nan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from typing import Any
 
 import pytest
@@ -187,7 +186,7 @@ def test_a_larger_int_is_an_error(value: int) -> None:
     attn = parse("variant v(n) { mask j < n }")
     said = message(CaptureMismatch, lambda: attn(*QKV, n=value))
     assert "`n`" in said and str(value) in said and "2**47" in said
-    with pytest.raises(ScoremodError, match=re.escape("2**47")):
+    with pytest.raises(ScoremodError, match=r"2\*\*47|64 bits"):
         parse(f"variant v(n: int = {value}) {{ mask j < n }}")
 
 
@@ -429,8 +428,8 @@ def test_a_const_is_no_tensor() -> None:
 def test_other_names_are_checked_where_a_const_is_given() -> None:
     attn = parse("variant v(const n: int = 2, m: int = 0) { mask j < n + m }")
     assert seen(attn, n=1, m=1) == [2, 2, 2]
-    with pytest.raises(MissingCapture, match="`k`"):
-        attn(*QKV, n=1, k=2)
+    with pytest.raises(MissingCapture, match="`mm`"):
+        attn(*QKV, n=1, mm=2)
 
 
 # -- composition -------------------------------------------------------------------------------
@@ -490,7 +489,7 @@ def test_a_capture_on_another_device_is_named() -> None:
 
 def test_annotations_of_python_declare_the_same() -> None:
     @variant
-    def attn(s, b, j, t: "f32[B, Lk]", n: int = 2, x: "float" = 1.0, u: "tensor[...]" = None):
+    def attn(s, b, j, t: f32[B, Lk], u: tensor[N], n: int = 2, x: float = 1.0):
         return s + t[b, j] * n * x + u[j]
 
-    assert attn.captures == ("t: f32[B, Lk]", "n: int", "x: float", "u: tensor[...]")
+    assert attn.captures == ("t: f32[B, Lk]", "u: tensor[N]", "n: int", "x: float")

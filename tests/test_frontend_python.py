@@ -114,7 +114,7 @@ def test_a_reserved_name_that_is_no_parameter_is_unknown() -> None:
 
         @variant
         def f(s):
-            return s + i  # noqa: F821
+            return s + i
 
     assert error.value.hint == "add it: `i` is the query index"
 
@@ -142,7 +142,7 @@ def test_what_is_not_indexed_is_a_number_of_the_type_of_its_default() -> None:
 
 def test_declared_types_may_be_strings_or_types() -> None:
     @variant
-    def f(s, b, h, j, slopes: f32[H], m: bool[B, Lk], n: int, ids: "i64[B, 3]", x: torch.Tensor):
+    def f(s, b, h, j, slopes: f32[H], m: bool[B, Lk], n: int, ids: i64[B, 3], x: torch.Tensor):
         return s * slopes[h] + n + ids[b, 0] + x[j] if m[b, j] else s
 
     declared = ("slopes: f32[H]", "m: bool[B, Lk]", "n: int", "ids: i64[B, 3]", "x: tensor[Lk]")
@@ -164,7 +164,7 @@ def test_declared_types_without_future_annotations(module: Callable[[str], Modul
 
 def test_any_dimensions() -> None:
     @variant
-    def f(s, h, i, t: "bf16[...]", u: "tensor[_, 7]"):
+    def f(s, h, i, t: bf16[...], u: tensor[_, 7]):
         return s + t[h, i % 5] + u[h, 0]
 
     assert f.captures == ("t: bf16[H, _]", "u: tensor[_, 7]")
@@ -188,7 +188,7 @@ def test_a_0d_tensor_type_is_a_number() -> None:
 
 def test_shape_len_and_size() -> None:
     @variant
-    def f(s, h, i, t: "f32[H, N]", u):
+    def f(s, h, i, t: f32[H, N], u):
         return s + t.shape[0] + t.shape[-1] + t.size(1) + len(t) + u.shape[0] + u[h]
 
     body = "score s + size(t, 0) + size(t, 1) + size(t, 1) + size(t, 0) + size(u, 0) + u[h]"
@@ -197,7 +197,7 @@ def test_shape_len_and_size() -> None:
 
 def test_a_literal_negative_index_counts_from_the_end() -> None:
     @variant
-    def f(s, i, t: "f32[N]"):
+    def f(s, i, t: f32[N]):
         return s + t[-1] + t[i - 3]
 
     same(f, "score s + t[size(t, 0) + -1] + t[i - 3]", "t: f32[N]")
@@ -328,7 +328,7 @@ def test_a_variable_without_value_is_an_error() -> None:
     def outer():
         @mask
         def f(i, j):
-            return j < later  # noqa: F821
+            return j < later
 
         later = 3
         return f, later
@@ -487,7 +487,7 @@ def test_a_known_condition_picks_its_branch() -> None:
     def f(s, i, flag=const(False)):
         if flag:
             s = s / 0.0
-        return s + (1 if flag else 2) + (3 if 1 else missing)  # noqa: F821
+        return s + (1 if flag else 2) + (3 if 1 else missing)
 
     same(f, "score s + 2 + 3")
 
@@ -505,7 +505,7 @@ def test_a_name_of_one_branch_only_is_an_error() -> None:
 def test_comparisons_chain_and_join() -> None:
     @mask
     def f(i, j, w: int):
-        return 0 <= i - j < w != 3 or not (i > j >= 2) and i == j
+        return 0 <= i - j < w != 3 or (not (i > j >= 2) and i == j)
 
     same(f, "mask 0 <= i - j < w != 3 or not (j < i and 2 <= j) and i == j", "w: int")
 
@@ -556,7 +556,7 @@ def test_functions_of_every_library() -> None:
 
 def test_loops_are_unrolled() -> None:
     @variant
-    def f(s, i, t: "f32[8]"):
+    def f(s, i, t: f32[8]):
         for k in range(4, 0, -2):
             for a, c in ((k, 1), (2, k)):
                 s = s + t[a] * c
@@ -594,7 +594,6 @@ def test_docstrings_annotations_pass_and_comments_mean_nothing() -> None:
     def f(s, i):
         """What it does."""
         x: int = i  # a comment
-        pass
         return s + x
 
     same(f, "score s + i")
@@ -804,7 +803,7 @@ variant gemma(window: int = 4096, cap: float = 50.0, doc: tensor[B, L]) {
 
 def test_the_same_variant_in_both_forms_is_equal() -> None:
     @variant
-    def gemma(s, b, i, j, window: int = 4096, cap: float = 50.0, *, doc: "tensor[B, L]"):
+    def gemma(s, b, i, j, window: int = 4096, cap: float = 50.0, *, doc: tensor[B, L]):
         near = i - j < window
         keep = j <= i and near and doc[b, i] == doc[b, j]
         return cap * tanh(s / cap) if keep else -inf

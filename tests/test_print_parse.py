@@ -79,7 +79,7 @@ def test_consts_are_printed_as_their_values() -> None:
 
 def test_names_that_are_words_of_the_mini_language() -> None:
     @mask
-    def range_(b, j, mask: "bool[B, Lk]", let, score: int = 3, const: int = 1, variant=True):
+    def range_(b, j, mask: bool[B, Lk], let, score: int = 3, const: int = 1, variant=True):
         return mask[b, j] and let < score < const and variant
 
     assert parse(str(range_)) == range_
@@ -94,7 +94,7 @@ def test_numbers_of_every_kind() -> None:
 
 
 def test_undeclared_and_unused_captures() -> None:
-    def body(s, h, i, t, u: "bf16[...]", unused: "f32[H]", nothing: "tensor[...]", number):
+    def body(s, h, i, t, u: bf16[...], unused: f32[H], nothing: tensor[...], number):
         return s + t[h, i * 2] + u[i]
 
     found = variant(body)

@@ -61,8 +61,8 @@ def test_every_shared_step_is_used(folder: Path) -> None:
     texts = [(folder / "tile.py").read_text(), *(t.read_text() for t in folder.glob("*.jinja"))]
     texts.append((Path(plan.__file__).parent / "backends" / f"{folder.name}.py").read_text())
     for step in steps:
-        # load_2 and its like are named by their number of indices.
-        word = re.sub(r"_\d$", "_", step)
+        # The spelling adds the number of indices, or the type, to a name.
+        word = re.sub(r"_(\d|float)$", "_?", step)
         uses = sum(len(re.findall(rf"\b{word}", text)) for text in texts)
         assert uses > 1, f"{folder.name}/tile.py: nothing uses {step}"
 

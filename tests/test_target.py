@@ -21,8 +21,11 @@ def test_every_head_dim_has_a_tile_that_fits(
     kilobytes: int, element_bytes: int, short: bool
 ) -> None:
     target = fake(kilobytes)
-    for d in HEAD_DIMS:
-        for dv in HEAD_DIMS:
+    # 16 rows of q and of k in fp32 alone take 64 KB at head dim 512.
+    largest = 256 if element_bytes == 4 and kilobytes <= 64 else 512
+    head_dims = [d for d in HEAD_DIMS if d <= largest]
+    for d in head_dims:
+        for dv in head_dims:
             tile = choose_tile(d, dv, element_bytes, target, short=short)
             assert tile.shared(d, dv, element_bytes) <= target.shared
             assert tile.block_m >= 16 and tile.block_n >= 16 and tile.num_stages >= 1

@@ -46,6 +46,7 @@ class Kernel:
     arguments: tuple[Argument, ...]
     global_scratch: Scratch
     profile_scratch: Scratch
+    constants: tuple[tuple[str, int], ...]  # compile-time constants, the tile among them
     num_warps: int
     cluster: tuple[int, int, int]
     shared: int  # dynamic shared memory in bytes
@@ -121,6 +122,7 @@ def compile_kernel(
         arguments=tuple(Argument(a.name, a.type) for a in arguments),
         global_scratch=_scratch(metadata, "global"),
         profile_scratch=_scratch(metadata, "profile"),
+        constants=tuple(sorted(constants.items())),
         num_warps=metadata.num_warps,
         cluster=(metadata.num_ctas, 1, 1),
         shared=metadata.shared,

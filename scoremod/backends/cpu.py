@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..emit import Call, Infix, Method, Prefix, Spelling, Text, emit
+from ..emit import Call, Infix, Prefix, Spelling, Text, emit
 from ..ir.expr import Expr
 from ..ir.ops import Op, Type
 from ..ir.show import ATOM, BITAND, BITOR, COMPARE, PRODUCT, SUM, UNARY

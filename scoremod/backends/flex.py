@@ -95,7 +95,8 @@ def _load(context: Context, node: Expr, args: Sequence[Text]) -> Text:
     table, axes = node.attr, list(range(len(args)))
     if any(fixed):
         # vmap takes tensors as indices only: Python indices slice the table beforehand.
-        picks = [text if is_fixed else ":" for (text, _), is_fixed in zip(args, fixed, strict=True)]
+        pairs = zip(node.args, fixed, strict=True)
+        picks = [_unshared(context, a) if is_fixed else ":" for a, is_fixed in pairs]
         axes = [k for k in axes if not fixed[k]]
         name = f"{table}_part_{len(context.prologue)}"
         table = context.prologue.setdefault(f"{table}[{', '.join(picks)}]", name)
@@ -110,6 +111,14 @@ def _load(context: Context, node: Expr, args: Sequence[Text]) -> Text:
         zero = {Type.BOOL: "False", Type.INT: "0", Type.FLOAT: "0.0"}[node.type]
         read = f"torch.where({' & '.join(conditions)}, {read}, {zero})"
     return _widened(context, node, read)
+
+
+def _unshared(context: Context, root: Expr) -> str:
+    """The text without the names that shared values have inside a function."""
+    texts: dict[int, Text] = {}
+    for node in postorder(root):
+        texts[id(node)] = SPELLING[node.op](context, node, [texts[id(a)] for a in node.args])
+    return texts[id(root)][0]
 
 
 def _widened(context: Context, node: Expr, text: str) -> Text:
@@ -242,9 +251,7 @@ SPELLING: dict[Op, Spelled] = {
     Op.RSQRT: _function("rsqrt", "(1 / math.sqrt({0}))"),
     Op.TANH: _function("tanh"),
     Op.SIGMOID: _function("sigmoid", "(1 / (1 + math.exp(-{0})))"),
-    Op.SOFTPLUS: _either(
-        _form("math.log1p(math.exp({0}))"), _call("torch.nn.functional.softplus")
-    ),
+    Op.SOFTPLUS: _either(_form("math.log1p(math.exp({0}))"), _call("torch.nn.functional.softplus")),
     Op.ERF: _function("erf"),
     Op.SIN: _function("sin"),
     Op.COS: _function("cos"),
@@ -285,7 +292,7 @@ def _implied(node: Expr, operands: tuple[Expr, ...]) -> tuple[Expr, ...]:
 
 _TAKEN = {*dir(builtins), *"torch math functions score_mod mask_mod inside at gqa_group".split()}
 _DERIVED = re.compile(r"t\d+|.*_part_\d+")
-_HELPERS = '''
+_HELPERS = """
 def at(x, length):
     return torch.clamp(x, 0, length - 1)
 
@@ -294,7 +301,7 @@ def inside(x, length):
     return (x >= 0) & (x < length)
 
 
-'''
+"""
 
 
 def with_free_names(program: Typed) -> Typed:
@@ -330,7 +337,7 @@ def source(program: Typed, inside: Inside = lambda node, axis: True) -> str:
             used |= root.names
         results.append("None" if absent else head.partition("(")[0])
     parts = [f"{name} = {text}" for text, name in context.prologue.items()]
-    lines = [*parts, *body, f"return {', '.join(results)}"]
+    lines = [*parts, *([""] if parts else []), *body, f"return {', '.join(results)}"]
     text = "\n".join(f"    {line}" if line else "" for line in lines)
     imports = "import math\n\nimport torch" if "math." in text else "import torch"
     return _FILE.format(

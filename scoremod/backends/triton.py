@@ -119,9 +119,7 @@ def _narrowed(context: Context, node: Expr, text: Text, bits: int) -> Text:
     return text
 
 
-def _both(
-    integer: Callable[[Sequence[Text]], Text], floating: Rule | None = None
-) -> Rule:
+def _both(integer: Callable[[Sequence[Text]], Text], floating: Rule | None = None) -> Rule:
     """A rule that widens ints, and another spelling for floats where they differ."""
 
     def rule(context: Context, node: Expr, args: Sequence[Text]) -> Text:
@@ -210,7 +208,7 @@ def _to_float(context: Context, node: Expr, args: Sequence[Text]) -> Text:
 
 def _is_exact_float(context: Context, node: Expr) -> bool:
     found = context.bounds(node)
-    return bool(-EXACT_FLOAT <= found.lo.min() and found.hi.max() <= EXACT_FLOAT)
+    return bool(found.lo.min() >= -EXACT_FLOAT and found.hi.max() <= EXACT_FLOAT)
 
 
 def _to_int(context: Context, node: Expr, args: Sequence[Text]) -> Text:
@@ -243,7 +241,7 @@ def _function(fast: str, exact: str | None = None) -> Rule:
     """A function of floats; `exact` where the fast one is not accurate to a few units."""
 
     def rule(context: Context, node: Expr, args: Sequence[Text]) -> Text:
-        return _call((exact if exact and context.exact(node) else fast))(args)
+        return _call(exact if exact and context.exact(node) else fast)(args)
 
     return rule
 

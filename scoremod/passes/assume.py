@@ -22,7 +22,7 @@ def assume(roots: Iterable[Expr]) -> dict[str, str]:
     known: dict[str, str] = {}
     while True:
         # What is compared with an int is one, so each int found may settle others.
-        guesses = _guess(tuple(resolve(r, {n: Type.INT for n in known}) for r in roots))
+        guesses = _guess(tuple(resolve(r, dict.fromkeys(known, Type.INT)) for r in roots))
         fresh = {name: "i32" for name, element in guesses.items() if element == "i32"}
         if not fresh:
             return {**guesses, **known}

@@ -440,7 +440,7 @@ class _Walk:
         return self.done[top]
 
     def _operands(self, node: Expr, exact: bool) -> list[Key]:
-        inner = exact or node.type is not Type.FLOAT
+        inner = exact or _jumps(node)
         return [(a, inner and a.type is Type.FLOAT) for a in node.args]
 
     def _step(self, node: Expr, exact: bool) -> Expr:
@@ -464,7 +464,7 @@ class _Walk:
         """An operand that is the root of a polynomial or of a chain, in its shortest form."""
         chained = arg.op is node.op and arg.type is Type.BOOL
         part = in_region(node) and not (k == 1 and node.op in (Op.DIV, Op.POW))
-        exact = arg.type is Type.FLOAT and node.type is not Type.FLOAT
+        exact = arg.type is Type.FLOAT and _jumps(node)
         return arg if chained or part or exact else self.whole(arg)
 
     def whole(self, node: Expr) -> Expr:
@@ -472,6 +472,11 @@ class _Walk:
         if node.op in DUAL:
             return simplify_chain(node, self.bounds)
         return shorter_polynomial(node, self.bounds, self.finite) if in_region(node) else node
+
+
+def _jumps(node: Expr) -> bool:
+    """Whether one bit of a float operand may change the result by more: a bool, an int, x // y."""
+    return node.type is not Type.FLOAT or node.op in (Op.FLOORDIV, Op.MOD)
 
 
 def _loses_s(old: Expr, new: Expr) -> bool:

@@ -1,0 +1,780 @@
+"""Time a variant beside FlexAttention and SDPA, interleaved, on one GPU.
+
+    print(bench(alibi & causal, shape=(2, 16, 16, 8192, 8192, 128, 128)))
+
+A power-limited card's clock drifts by 15 % within a minute and remembers the kernel before. So all
+candidates take turns in one process, and the same heater (a large bf16 product) runs before each;
+only ratios within one table mean something. TFLOP/s count the pairs that the mask keeps.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import import_module, metadata
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from . import variants
+from .analysis.interval import Bounds, Interval, Name, ints, open_load
+from .analysis.tiles import FULL, PARTIAL, classify
+from .api import Variant, parse
+from .backends import flex
+from .binding import DTYPE_OF, Bound, Sizes
+from .errors import BackendUnavailable, InputMismatch, ScoremodError
+from .inputs import as_numpy
+from .ir.capture import MISSING, Capture, Kind
+from .ir.expr import TRUE, Expr, const, index, make, substitute
+from .ir.ops import Op, Type
+from .passes.simplify import simplify
+from .plan import Param, Typed, assumed_params, typed
+from .sources import element
+from .variant import S
+
+OURS, FLEX, CUDNN, FLASH = "scoremod", "FlexAttention", "SDPA cuDNN", "SDPA flash"
+AGAINST = {"flex": (FLEX,), "sdpa": (CUDNN, FLASH), "cudnn": (CUDNN,), "flash": (FLASH,)}
+
+# What a candidate's output may differ from ours by, as norm(difference) / norm(ours).
+TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float32: 1e-3}
+HEAT_MS, CASE_MS = 30.0, 40.0  # the heater before each measurement, and the measurement
+TILE, TILES_AT_ONCE = 128, 512  # for counting pairs
+DOCUMENT = 1024  # mean length of drawn documents
+
+
+class Shape(NamedTuple):
+    """The sizes of a call."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    v_head_dim: int
+
+    def __str__(self) -> str:
+        heads = f"{self.q_heads}" if self.q_heads == self.kv_heads else self._pair(1, 2)
+        return f"{self.batch}x{heads}x{self._pair(3, 4)}x{self._pair(5, 6)}"
+
+    def _pair(self, first: int, second: int) -> str:
+        x, y = self[first], self[second]
+        return f"{x}" if x == y else f"{x}/{y}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call to be timed: tensors, and captures with those that were drawn."""
+
+    variant: Variant
+    shape: Shape
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    captures: Mapping[str, Any]
+    drawn: tuple[str, ...]
+    program: Typed
+    bound: tuple[Bound, ...]
+
+    def ours(self) -> Tensor:
+        """The variant's own call."""
+        out: Tensor = self.variant(self.q, self.k, self.v, **self.captures)
+        return out
+
+
+# -- captures that were not given --------------------------------------------------------------
+
+
+def draw_missing(
+    variant: Variant,
+    shape: Shape,
+    given: Mapping[str, Any],
+    *,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+) -> dict[str, tuple[Any, str]]:
+    """Values for captures that have none, by declared type, each with what was drawn."""
+    rng = torch.Generator().manual_seed(seed)
+    program = variant._program
+    found = {}
+    for item, param in zip(program.captures, assumed_params(program), strict=True):
+        has_value = item.free is not None or item.default is not MISSING
+        if has_value or item.name in given or item.name in variant._fixed:
+            continue
+        value, words = _drawn(item, param, shape, rng)
+        found[item.name] = (value.to(device) if isinstance(value, Tensor) else value, words)
+    return found
+
+
+def _drawn(item: Capture, param: Param, shape: Shape, rng: torch.Generator) -> tuple[Any, str]:
+    """Floats are normal, bools even, ints of positions sorted ids, other ints in 1..L."""
+    longest = max(shape.q_len, shape.kv_len, 1)
+    sizes = {"B": shape.batch, "H": shape.q_heads, "Hk": shape.kv_heads}
+    sizes |= {"Lq": shape.q_len, "Lk": shape.kv_len, "L": longest}
+    names = item.dims if item.dims is not None else (None,) * param.rank
+    # Long enough for any distance that indexes it.
+    dims = [d if isinstance(d, int) else sizes.get(d or "", 2 * longest + 1) for d in names]
+    dtype = DTYPE_OF[{"int": "i32", "float": "f32"}.get(param.element, param.element)]
+    if param.type is Type.FLOAT:
+        value, words = torch.randn(dims, generator=rng), "normal"
+    elif param.type is Type.BOOL:
+        value, words = torch.rand(dims, generator=rng) < 0.5, "true or false"
+    elif any(d in ("L", "Lq", "Lk") for d in names):
+        axis = max(k for k, d in enumerate(names) if d in ("L", "Lq", "Lk"))
+        starts = torch.rand(dims, generator=rng) < 1 / min(DOCUMENT, max(2, longest // 8))
+        value, words = starts.cumsum(axis), "sorted ids"
+    else:
+        value, words = torch.randint(1, longest + 1, dims, generator=rng), f"ints in 1..{longest}"
+    if dtype is not torch.bool and not dtype.is_floating_point:
+        value = value.clamp(max=torch.iinfo(dtype).max)
+    if item.kind is Kind.SCALAR:
+        number = value.item()
+        return number, f"{item.declaration} = {number} ({words})"
+    return value.to(dtype), f"{item.declaration} {tuple(dims)} ({words})"
+
+
+def prepare(
+    variant: Variant,
+    shape: Shape,
+    dtype: torch.dtype,
+    captures: Mapping[str, Any],
+    device: str,
+    seed: int = 0,
+) -> Case:
+    """Draw q, k, v and missing captures, and bind them."""
+    if min(shape) < 1:
+        raise InputMismatch(f"every size must be at least 1, but the shape is {tuple(shape)}")
+    torch.manual_seed(seed)
+    b, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim = shape
+    q = torch.randn(b, q_heads, q_len, head_dim, device=device).to(dtype)
+    k = torch.randn(b, kv_heads, kv_len, head_dim, device=device).to(dtype)
+    v = torch.randn(b, kv_heads, kv_len, v_head_dim, device=device).to(dtype)
+    drawn = draw_missing(variant, shape, captures, device=device, seed=seed)
+    values = {**captures, **{name: value for name, (value, _) in drawn.items()}}
+    values = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in values.items()}
+    sizes = Sizes(b, q_heads, kv_heads, q_len, kv_len)
+    program, bound = variant._bind(values, sizes, q.device)
+    notes = tuple(words for _, words in drawn.values())
+    return Case(variant, shape, q, k, v, values, notes, variant._type(program, bound), bound)
+
+
+# -- FlexAttention's functions -----------------------------------------------------------------
+
+
+def flex_source(variant: Variant) -> str:
+    """FlexAttention's score_mod and mask_mod for a variant, as Python text."""
+    program = variant._program
+    return flex.source(typed(program, assumed_params(program)))
+
+
+def flex_functions(case: Case) -> tuple[Any, Any]:
+    """(score_mod, mask_mod) of a case; None where the variant has none."""
+    program = flex.with_free_names(case.program)
+    names = [p.name for p in program.params]
+    values: dict[str, Any] = {n: x.value for n, x in zip(names, case.bound, strict=True)}
+    inside = _reads_inside(case, values)
+    sizes = {"q_len": case.shape.q_len, "kv_len": case.shape.kv_len}
+    group = case.shape.q_heads // case.shape.kv_heads
+    text = flex.source(program, inside)
+    return flex.functions(text, {**sizes, "gqa_group": group, **values})
+
+
+def _reads_inside(case: Case, values: Mapping[str, Any]) -> flex.Inside:
+    """Whether an index stays in its table, from the sizes and values of the case."""
+    shape = case.shape
+    ends = {"i": shape.q_len, "j": shape.kv_len, "b": shape.batch}
+    ends |= {"h": shape.q_heads, "hk": shape.kv_heads}
+    env: dict[Name, Interval] = {name: ints(0, end - 1) for name, end in ends.items()}
+    env |= {"q_len": ints(shape.q_len, shape.q_len), "kv_len": ints(shape.kv_len, shape.kv_len)}
+    stored: dict[str, Interval] = {}
+    for name, value in values.items():
+        table = torch.as_tensor(value)
+        if table.dtype is torch.bool or table.is_floating_point() or not table.numel():
+            continue
+        low, high = (int(x) for x in torch.aminmax(table))
+        (stored if isinstance(value, Tensor) and value.ndim else env)[name] = ints(low, high)
+
+    def load(node: Expr, indices: tuple[Interval, ...]) -> Interval:
+        # A read outside a table is 0.
+        known = stored.get(node.attr)
+        return (
+            open_load(node, indices) if known is None else ints(min(known.lo, 0), max(known.hi, 0))
+        )
+
+    bounds = Bounds(env, load)
+
+    def inside(node: Expr, axis: int) -> bool:
+        found = bounds(node.args[axis])
+        return bool(found.lo.min() >= 0 and found.hi.max() < values[node.attr].shape[axis])
+
+    return inside
+
+
+# -- what the mask keeps -----------------------------------------------------------------------
+
+
+def kept_pairs(case: Case) -> int:
+    """How many pairs attend, over all batches and heads: tiles that are not proved are evaluated."""
+    shape, mask = case.shape, case.program.mask
+    _, mask_mod = flex_functions(case)
+    if mask_mod is None:
+        return shape.batch * shape.q_heads * shape.q_len * shape.kv_len
+    batches = range(shape.batch if "b" in mask.names else 1)
+    heads = range(shape.q_heads if mask.names & {"h", "hk"} else 1)
+    values = as_numpy(case.bound)
+    total = 0
+    for b, h in product(batches, heads):
+        kind = classify(
+            mask, shape.q_len, shape.kv_len, block_m=TILE, block_n=TILE, values=values,
+            b=b, h=h, hk=h // (shape.q_heads // shape.kv_heads),
+        )  # fmt: skip
+        total += _full_pairs(kind, shape)
+        for tiles in _chunks(np.argwhere(kind == PARTIAL), TILES_AT_ONCE):
+            total += _partial_pairs(mask_mod, b, h, tiles, case)
+    return total * (shape.batch // len(batches)) * (shape.q_heads // len(heads))
+
+
+def _full_pairs(kind: np.ndarray[Any, Any], shape: Shape) -> int:
+    rows, columns = (
+        np.minimum(TILE, length - TILE * np.arange(tiles))
+        for length, tiles in zip((shape.q_len, shape.kv_len), kind.shape, strict=True)
+    )
+    return int(rows @ (kind == FULL).astype(np.int64) @ columns)
+
+
+def _partial_pairs(mask_mod: Any, b: int, h: int, tiles: np.ndarray[Any, Any], case: Case) -> int:
+    device, within = case.q.device, torch.arange(TILE, device=case.q.device)
+    starts = torch.as_tensor(tiles * TILE, device=device)
+    i = starts[:, :1, None] + within[:, None]
+    j = starts[:, 1:, None] + within[None, :]
+    real = (i < case.shape.q_len) & (j < case.shape.kv_len)
+    i, j = i.clamp(max=case.shape.q_len - 1), j.clamp(max=case.shape.kv_len - 1)
+    kept = mask_mod(torch.tensor(b, device=device), torch.tensor(h, device=device), i, j)
+    return int((kept & real).sum())
+
+
+def _chunks(x: np.ndarray[Any, Any], size: int) -> Iterator[np.ndarray[Any, Any]]:
+    for start in range(0, len(x), size):
+        yield x[start : start + size]
+
+
+# -- candidates --------------------------------------------------------------------------------
+
+
+class NotComparable(Exception):
+    """A peer that does not compute this variant."""
+
+
+@dataclass(frozen=True)
+class Rig:
+    """Where candidates run, and how they are timed."""
+
+    device: str
+    elapsed: Callable[[Callable[[], object], int], float]  # ms a call, of so many calls
+    heat: Callable[[], object]
+    compile: Callable[[Any], Any]
+
+    def first(self, call: Callable[[], object]) -> float:
+        """Seconds of a call, to its result."""
+        start = time.perf_counter()
+        call()
+        self.elapsed(lambda: None, 1)  # waits for the device
+        return time.perf_counter() - start
+
+
+def gpu_rig() -> Rig:
+    """The current GPU, timed by its own events."""
+    if not torch.cuda.is_available():
+        raise BackendUnavailable(
+            "bench needs a GPU, and torch sees none",
+            hint="torch.cuda.is_available() is False; check the driver and torch's build",
+        )
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    heater = _repeated(lambda: x @ x, HEAT_MS, gpu_elapsed)
+    return Rig("cuda", gpu_elapsed, heater, lambda f: torch.compile(f, dynamic=False))
+
+
+def gpu_elapsed(call: Callable[[], object], repeats: int) -> float:
+    """Milliseconds that a call takes on the GPU."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+def _repeated(
+    call: Callable[[], object], ms: float, elapsed: Callable[[Callable[[], object], int], float]
+) -> Callable[[], None]:
+    call()
+    repeats = max(1, round(ms / elapsed(call, 3)))
+
+    def repeated() -> None:
+        for _ in range(repeats):
+            call()
+
+    return repeated
+
+
+def _flex(case: Case, rig: Rig) -> tuple[Callable[[], Tensor], Callable[[], object] | None]:
+    """Compiled FlexAttention, and the making of its block mask."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    # A process that times many variants would run into Dynamo's limit of recompilations.
+    torch._dynamo.reset()
+    score_mod, mask_mod = flex_functions(case)
+    attend, make_mask = rig.compile(flex_attention), rig.compile(create_block_mask)
+    names, shape = case.program.mask.names, case.shape
+    sizes = (
+        shape.batch if "b" in names else None,
+        shape.q_heads if names & {"h", "hk"} else None,
+        shape.q_len,
+        shape.kv_len,
+    )
+
+    def block_mask() -> Any:
+        return make_mask(mask_mod, *sizes, device=case.q.device)
+
+    made = None if mask_mod is None else block_mask()
+    gqa = shape.q_heads != shape.kv_heads
+
+    def call() -> Tensor:
+        out: Tensor = attend(
+            case.q, case.k, case.v, score_mod=score_mod, block_mask=made, enable_gqa=gqa
+        )
+        return out
+
+    return call, None if made is None else block_mask
+
+
+def is_plain(case: Case) -> bool:
+    """Whether the mask is none, True for causal; raises where SDPA cannot do it without a matrix."""
+    shape, program = case.shape, case.program
+    if program.score != S:
+        raise NotComparable("it has no scores")
+    if program.mask == TRUE:
+        return False
+    lengths = {"q_len": const(shape.q_len), "kv_len": const(shape.kv_len)}
+    causal = simplify(make(Op.LE, index("j"), index("i")))
+    if simplify(substitute(program.mask, lengths)) != causal:
+        raise NotComparable("it has no such mask")
+    if shape.q_len != shape.kv_len:
+        raise NotComparable("its causal mask stands elsewhere when lengths differ")
+    return True
+
+
+def _sdpa(case: Case, backend: str) -> Callable[[], Tensor]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    causal = is_plain(case)
+    gqa = case.shape.q_heads != case.shape.kv_heads
+    chosen = getattr(SDPBackend, backend)
+
+    def call() -> Tensor:
+        with sdpa_kernel(chosen):
+            return torch.nn.functional.scaled_dot_product_attention(
+                case.q, case.k, case.v, is_causal=causal, enable_gqa=gqa
+            )
+
+    return call
+
+
+@dataclass
+class Candidate:
+    """One way to compute the case."""
+
+    name: str
+    call: Callable[[], Tensor] | None = None
+    block_mask: Callable[[], object] | None = None
+    first_s: float | None = None
+    error: float | None = None
+    note: str = ""
+    rounds_ms: list[float] = field(default_factory=list)
+
+
+_SDPA = {CUDNN: "CUDNN_ATTENTION", FLASH: "FLASH_ATTENTION"}
+
+
+def candidate(name: str, case: Case, rig: Rig) -> Candidate:
+    """Build a candidate and call it once; a peer that fails becomes a note."""
+    made = Candidate(name)
+
+    def first() -> None:
+        if name == OURS:
+            made.call = case.ours
+        elif name == FLEX:
+            made.call, made.block_mask = _flex(case, rig)
+        else:
+            made.call = _sdpa(case, _SDPA[name])
+        made.call()
+
+    try:
+        made.first_s = rig.first(first)
+    except NotComparable as reason:
+        made.call, made.note = None, str(reason)
+    except Exception as error:
+        if name == OURS:
+            raise
+        lines = str(error).strip().splitlines() or [""]
+        made.call, made.note = None, f"{type(error).__name__}: {lines[0][:160]}"
+    return made
+
+
+def compare(candidates: Sequence[Candidate], dtype: torch.dtype) -> None:
+    """Each candidate's distance from ours, the first; what is too far is not timed."""
+    ours = candidates[0]
+    assert ours.call is not None
+    wanted = ours.call().float()
+    norm = wanted.norm().item()
+    for peer in candidates[1:]:
+        if peer.call is None:
+            continue
+        distance = (peer.call().float() - wanted).norm().item()
+        peer.error = distance / norm if norm else distance
+        # Not `>`: nan never passes.
+        if not peer.error <= TOLERANCE[dtype]:
+            peer.call, peer.note = None, f"differs from ours by {peer.error:.1e}: not timed"
+
+
+def race(candidates: Sequence[Candidate], rig: Rig, rounds: int) -> None:
+    """Time round-robin, the heater before each."""
+    runners = [c for c in candidates if c.call is not None]
+    repeats = {}
+    for runner in runners:
+        assert runner.call is not None
+        repeats[runner.name] = max(2, round(CASE_MS / max(1e-3, rig.elapsed(runner.call, 2))))
+    for _ in range(rounds):
+        for runner in runners:
+            assert runner.call is not None
+            rig.heat()
+            runner.rounds_ms.append(rig.elapsed(runner.call, repeats[runner.name]))
+
+
+# -- the public function -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A candidate's times; `ratio` is its time over ours, `note` why there is none."""
+
+    name: str
+    ms: float | None
+    tflops: float | None
+    ratio: float | None
+    error: float | None
+    first_s: float | None
+    rounds_ms: tuple[float, ...]
+    note: str
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """One variant beside its peers; print it, or take `.json()` or `.plot(path)`."""
+
+    variant: str
+    text: str
+    shape: Shape
+    dtype: str
+    kept: float  # the part of all pairs that the mask keeps
+    timings: tuple[Timing, ...]
+    block_mask_ms: float | None  # FlexAttention's, not counted in its time
+    drawn: tuple[str, ...]
+    machine: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Timing:
+        return next(t for t in self.timings if t.name == name)
+
+    def record(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {**asdict(self), "shape": self.shape._asdict(), "machine": dict(self.machine)}
+
+    def json(self, indent: int | None = 2) -> str:
+        """Everything as JSON text."""
+        return json.dumps(self.record(), indent=indent)
+
+    def __rich__(self) -> Table:
+        title = f"{self.variant}, {self.shape} {self.dtype}, {self.kept:.1%} of pairs kept"
+        table = Table(title=title, caption="\n".join(self._notes()), caption_justify="left")
+        for head in ("", "ms", "TFLOP/s", "time / ours", "error", "first call"):
+            table.add_column(head, justify="right" if head else "left")
+        for t in self.timings:
+            cells = (
+                "" if t.ms is None else f"{t.ms:.4g}",
+                "" if t.tflops is None else f"{t.tflops:.0f}",
+                "" if t.ratio is None else f"{t.ratio:.2f}",
+                "" if t.error is None else f"{t.error:.1e}",
+                "" if t.first_s is None else f"{t.first_s:.2f} s",
+            )
+            table.add_row(t.name, *cells)
+        return table
+
+    def _notes(self) -> list[str]:
+        notes = [f"drawn: {words}" for words in self.drawn]
+        notes += [f"{t.name}: {t.note}" for t in self.timings if t.note]
+        if self.block_mask_ms is not None:
+            notes.append(
+                f"FlexAttention's block mask takes {self.block_mask_ms:.3g} ms, not counted"
+            )
+        versions = (f"{name} {self.machine.get(name)}" for name in ("torch", "triton"))
+        return [*notes, f"{self.machine['gpu']}, {', '.join(versions)}"]
+
+    def __str__(self) -> str:
+        console = Console(width=100)
+        with console.capture() as shown:
+            console.print(self)
+        return shown.get()
+
+    def plot(self, path: str | Path) -> None:
+        """Draw TFLOP/s with the spread of the rounds; needs matplotlib."""
+        try:
+            pyplot = import_module("matplotlib.pyplot")
+        except ImportError:
+            raise ScoremodError(
+                "plot needs matplotlib", hint="pip install 'scoremod[plot]'"
+            ) from None
+        timed = [t for t in self.timings if t.ms is not None and t.tflops is not None]
+        figure, axes = pyplot.subplots(figsize=(7, 1 + 0.5 * len(timed)), layout="constrained")
+        for row, t in enumerate(timed):
+            work = t.tflops * t.ms
+            low, high = (work / x for x in (max(t.rounds_ms), min(t.rounds_ms)))
+            spread = [[max(0.0, t.tflops - low)], [max(0.0, high - t.tflops)]]
+            axes.barh(row, t.tflops, xerr=spread, color="C0" if t.name == OURS else "0.7")
+        axes.set_yticks(range(len(timed)), [t.name for t in timed])
+        axes.invert_yaxis()
+        axes.set_xlabel("TFLOP/s of the pairs that the mask keeps")
+        axes.set_title(f"{self.variant}, {self.shape} {self.dtype}, {self.machine['gpu']}", size=9)
+        figure.savefig(path)
+        pyplot.close(figure)
+
+
+def bench(
+    variant: Variant,
+    *,
+    shape: Shape | Sequence[int],
+    dtype: torch.dtype | str = torch.bfloat16,
+    captures: Mapping[str, Any] | None = None,
+    against: Sequence[str] = ("flex", "sdpa"),
+    rounds: int = 5,
+    seed: int = 0,
+) -> BenchResult:
+    """Time a variant's forward beside peers on the current GPU.
+
+    shape: (batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim). Captures that are not
+    given are drawn by declared type, and the result says so. FlexAttention is compiled anew:
+    Dynamo's cache is reset. SDPA takes part where it has the mask: none, or causal.
+    """
+    names = peers(against)
+    if len(shape) != len(Shape._fields):
+        raise InputMismatch(f"shape must be ({', '.join(Shape._fields)}), not {tuple(shape)}")
+    torch_dtype = DTYPE_OF[element(dtype)]
+    if torch_dtype not in TOLERANCE:
+        raise InputMismatch(f"bench takes f16, bf16 or f32, not {dtype}")
+    rig = gpu_rig()
+    case = prepare(variant, Shape(*shape), torch_dtype, captures or {}, rig.device, seed)
+    return measure(case, names, rig, rounds, machine())
+
+
+def peers(against: Sequence[str]) -> list[str]:
+    """The candidates' names of `against`."""
+    for name in against:
+        if name not in AGAINST:
+            raise InputMismatch(
+                f"there is no peer {name!r}", hint=f"there are {', '.join(AGAINST)}"
+            )
+    return list(dict.fromkeys(full for name in against for full in AGAINST[name]))
+
+
+@torch.no_grad()
+def measure(
+    case: Case, names: Sequence[str], rig: Rig, rounds: int, made_by: Mapping[str, Any]
+) -> BenchResult:
+    """Build, compare and time every candidate."""
+    candidates = [candidate(name, case, rig) for name in (OURS, *names)]
+    compare(candidates, case.q.dtype)
+    race(candidates, rig, max(1, rounds))
+    kept = kept_pairs(case)
+    flop = 2 * kept * (case.shape.head_dim + case.shape.v_head_dim)
+    ours_ms = statistics.median(candidates[0].rounds_ms)
+    pairs = case.shape.batch * case.shape.q_heads * case.shape.q_len * case.shape.kv_len
+    return BenchResult(
+        variant=case.variant.name,
+        text=str(case.variant),
+        shape=case.shape,
+        dtype=str(case.q.dtype).removeprefix("torch."),
+        kept=kept / pairs,
+        timings=tuple(_timing(c, flop, ours_ms) for c in candidates),
+        block_mask_ms=_block_mask_ms(candidates, rig),
+        drawn=case.drawn,
+        machine=made_by,
+    )
+
+
+def _timing(made: Candidate, flop: int, ours_ms: float) -> Timing:
+    ms = statistics.median(made.rounds_ms) if made.rounds_ms else None
+    return Timing(
+        made.name,
+        ms,
+        None if ms is None else flop / ms / 1e9,
+        None if ms is None else ms / ours_ms,
+        made.error,
+        made.first_s,
+        tuple(made.rounds_ms),
+        made.note,
+    )
+
+
+def _block_mask_ms(candidates: Sequence[Candidate], rig: Rig) -> float | None:
+    make_mask = next((c.block_mask for c in candidates if c.block_mask is not None), None)
+    if make_mask is None:
+        return None
+    make_mask()
+    return statistics.median(rig.elapsed(make_mask, 1) for _ in range(5))
+
+
+def machine(commit: str | None = None) -> dict[str, Any]:
+    """What a result depends on: GPU, versions, commit, command."""
+    on_gpu = torch.cuda.is_available()
+    return {
+        "gpu": torch.cuda.get_device_name() if on_gpu else platform.processor() or "CPU",
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if on_gpu else None,
+        "python": platform.python_version(),
+        "scoremod": _version("scoremod"),
+        "commit": commit or _commit(),
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "command": shlex.join(["python" if not sys.argv[0] else sys.argv[0], *sys.argv[1:]]),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of this checkout, `+` if files were changed; None outside a checkout."""
+    folder = str(Path(__file__).parent)
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", folder, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        # An installed package may lie below somebody else's checkout.
+        git("ls-files", "--error-unmatch", "__init__.py")
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+# -- the command line --------------------------------------------------------------------------
+
+
+def find_variant(name: str) -> Variant:
+    """A variant by `.smod` file, `module:name` or stock name."""
+    if name.endswith(".smod"):
+        return parse(Path(name).read_text(encoding="utf-8"), file=name)
+    module, _, inner = name.rpartition(":")
+    found = getattr(import_module(module) if module else variants, inner, None)
+    if not isinstance(found, Variant):
+        raise InputMismatch(
+            f"there is no variant {name!r}", hint="give a .smod file, module:name or a stock name"
+        )
+    return found
+
+
+def read_value(text: str) -> Any:
+    """A capture's value on the command line: a number, true or false, or an .npy or .pt file."""
+    if text.endswith(".npy"):
+        return torch.from_numpy(np.load(text))
+    if text.endswith(".pt"):
+        return torch.load(text, weights_only=True)
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    raise InputMismatch(f"{text!r} is not a value", hint="give a number, or an .npy or .pt file")
+
+
+@click.command("bench")
+@click.argument("name", metavar="FILE")
+@click.option("--len", "length", default=8192, show_default=True, help="Queries.")
+@click.option("--kv-len", type=int, help="Keys, as many as queries by default.")
+@click.option("--batch", default=2, show_default=True)
+@click.option("--heads", default=16, show_default=True, help="Query heads.")
+@click.option("--kv-heads", type=int, help="As many as query heads by default.")
+@click.option("--head-dim", default=128, show_default=True)
+@click.option("--v-head-dim", type=int, help="The head dim by default.")
+@click.option("--dtype", default="bf16", show_default=True)
+@click.option("--set", "values", multiple=True, metavar="NAME=VALUE", help="A capture's value.")
+@click.option("--against", multiple=True, default=("flex", "sdpa"), show_default=True)
+@click.option("--rounds", default=5, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--plot", type=click.Path(dir_okay=False), help="Draw a picture.")
+def bench_command(name: str, values: Sequence[str], **options: Any) -> None:
+    """Time a variant beside FlexAttention and SDPA on this GPU.
+
+    FILE is a .smod file, module:name or a stock name. Captures without value are drawn.
+    """
+    try:
+        pairs = [text.partition("=") for text in values]
+        captures = {key: read_value(value) for key, _, value in pairs}
+        result = bench(
+            find_variant(name),
+            shape=_shape(**options),
+            dtype=options["dtype"],
+            captures=captures,
+            against=options["against"],
+            rounds=options["rounds"],
+        )
+    except (ScoremodError, OSError, ImportError) as error:
+        raise click.ClickException(str(error)) from None
+    if options["plot"]:
+        result.plot(options["plot"])
+    click.echo(result.json() if options["as_json"] else str(result))
+
+
+def _shape(
+    *,
+    batch: int,
+    heads: int,
+    kv_heads: int | None,
+    length: int,
+    kv_len: int | None,
+    head_dim: int,
+    v_head_dim: int | None,
+    **others: Any,
+) -> Shape:
+    return Shape(
+        batch,
+        heads,
+        kv_heads or heads,
+        length,
+        kv_len or length,
+        head_dim,
+        v_head_dim or head_dim,
+    )

@@ -1,0 +1,275 @@
+"""Random variants of the whole language on every backend against the oracle.
+
+SCOREMOD_FUZZ=20 draws 20 times as many, from other seeds each time. What is found becomes a line
+of FOUND.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import Shape, agree, each_backend, on
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from scoremod import parse
+
+FACTOR = int(os.environ.get("SCOREMOD_FUZZ", "1"))
+EXAMPLES = {"cpu": 150, "triton": 60}
+
+# -- variants ----------------------------------------------------------------------------------
+
+# Dyadic numbers small enough that sums and products of a few are exact, and others.
+FLOATS = ("0.0", "1.0", "0.5", "2.0", "0.25", "3.0", "0.1", "1.7", "0.3", "10.0")
+INTS = ("0", "1", "2", "3", "5", "7", "16", "63", "64", "1000", "2147483647", "4294967295",
+        "0x3fffffffffff", "4611686018427387904")  # fmt: skip
+INDEX = ("i", "j", "i", "j", "i - j", "b", "h", "hk", "q_len", "kv_len")
+# name: (declaration, rank, length of each dimension)
+TABLES: dict[str, dict[str, int]] = {
+    "bool": {"keep": 1, "pair": 2},
+    "int": {"doc": 1, "seq": 2, "wide": 1},
+    "float": {"bias": 1, "rel": 2},
+}
+SCALARS = {"bool": ("flag",), "int": ("n", "m"), "float": ("x", "y")}
+LETTERS = {"int": ("p", "r"), "float": ("u",)}
+
+
+@st.composite
+def ints(draw: st.DrawFn, depth: int) -> str:
+    """An int expression, in parentheses where needed."""
+    leaf = draw(st.integers(0, 11 if depth > 0 else 3))
+    if leaf <= 1:
+        return f"({draw(st.sampled_from(INDEX))})"
+    if leaf == 2:
+        return draw(st.sampled_from(INTS))
+    if leaf == 3:
+        return draw(st.sampled_from((*SCALARS["int"], "size(doc, 0)", "-1", "-3")))
+    a, b = ints(depth - 1), ints(depth - 1)
+    if leaf <= 6:
+        symbol = draw(st.sampled_from(("+", "-", "*", "//", "%", "//", "%", "&", "|", "^")))
+        return f"({draw(a)} {symbol} {draw(b)})"
+    if leaf == 7:
+        symbol = draw(st.sampled_from(("<<", ">>")))
+        return f"({draw(a)} {symbol} {draw(b)})"
+    if leaf == 8:
+        name = draw(st.sampled_from(("min", "max", "abs", "ilog2", "-", "~", "clamp")))
+        args = {"min": (a, b), "max": (a, b), "clamp": (a, b, a)}.get(name, (a,))
+        return f"{name}({', '.join(draw(x) for x in args)})" if len(name) > 1 else f"({name}{draw(a)})"
+    if leaf == 9:
+        return f"where({draw(bools(depth - 1))}, {draw(a)}, {draw(b)})"
+    if leaf == 10:
+        return draw(loads("int", depth))
+    name = draw(st.sampled_from(("floor", "ceil", "round", "int")))
+    return f"{name}({draw(exact(depth - 1))})"
+
+
+@st.composite
+def exact(draw: st.DrawFn, depth: int) -> str:
+    """A float free of s, of operations that every library rounds alike."""
+    leaf = draw(st.integers(0, 9 if depth > 0 else 3))
+    if leaf == 0:
+        return draw(st.sampled_from(FLOATS))
+    if leaf == 1:
+        return draw(st.sampled_from(SCALARS["float"]))
+    if leaf <= 3:
+        return f"float({draw(ints(max(depth - 1, 0)))})"
+    a, b = exact(depth - 1), exact(depth - 1)
+    if leaf <= 6:
+        symbol = draw(st.sampled_from(("+", "-", "*", "/")))
+        return f"({draw(a)} {symbol} {draw(b)})"
+    if leaf == 7:
+        name = draw(st.sampled_from(("min", "max", "abs", "-", "sqrt")))
+        two = name in ("min", "max")
+        return f"{name}({draw(a)}{', ' + draw(b) if two else ''})"
+    if leaf == 8:
+        return f"where({draw(bools(depth - 1))}, {draw(a)}, {draw(b)})"
+    return draw(loads("float", depth))
+
+
+@st.composite
+def bools(draw: st.DrawFn, depth: int) -> str:
+    """A condition free of s."""
+    leaf = draw(st.integers(0, 11))
+    if leaf <= 4 or (depth <= 0 and leaf > 6):
+        links = draw(st.sampled_from((1, 1, 1, 2)))
+        parts = [draw(ints(depth - 1))]
+        for _ in range(links):
+            parts += [draw(st.sampled_from(("<", "<=", ">", ">=", "==", "!="))), draw(ints(depth - 1))]
+        return f"({' '.join(parts)})"
+    if leaf == 5:
+        return draw(st.sampled_from(("j <= i", "flag", "True", "False", "i != j"))).join("()")
+    if leaf == 6:
+        return draw(loads("bool", depth))
+    if leaf == 7:
+        symbol = draw(st.sampled_from(("<", "<=", ">", "==", "!=")))
+        return f"({draw(exact(depth - 1))} {symbol} {draw(exact(depth - 1))})"
+    a, b = bools(depth - 1), bools(depth - 1)
+    if leaf <= 9:
+        return f"({draw(a)} {draw(st.sampled_from(('and', 'or', '&', '|', '^', '==')))} {draw(b)})"
+    if leaf == 10:
+        return f"(not {draw(a)})"
+    return f"({draw(a)} if {draw(b)} else {draw(bools(depth - 1))})"
+
+
+@st.composite
+def loads(draw: st.DrawFn, kind: str, depth: int) -> str:
+    """A read of a table, often outside of it."""
+    name, rank = draw(st.sampled_from(sorted(TABLES[kind].items())))
+    return f"{name}[{', '.join(draw(ints(min(depth - 1, 1))) for _ in range(rank))}]"
+
+
+@st.composite
+def scores(draw: st.DrawFn, depth: int) -> str:
+    """A float that may read s; a decision on s is exact, since s is a multiple of 1/16."""
+    leaf = draw(st.integers(0, 9 if depth > 0 else 2))
+    if leaf == 0:
+        return "s"
+    if leaf <= 2:
+        return f"clamp({draw(exact(max(depth - 1, 1)))}, -4.0, 4.0)"
+    a, b = scores(depth - 1), scores(depth - 1)
+    if leaf <= 4:
+        return f"({draw(a)} {draw(st.sampled_from(('+', '-', '*')))} {draw(b)})"
+    if leaf == 5:
+        name = draw(st.sampled_from(("tanh", "sigmoid", "softplus", "sin", "cos", "erf", "abs", "-")))
+        return f"{name}({draw(a)})"
+    if leaf == 6:
+        name = draw(st.sampled_from(("exp(-abs", "exp2(-abs", "log1p(abs", "sqrt(1.0 + abs", "rsqrt(1.0 + abs",
+                                     "log(1.0 + abs", "log2(1.0 + abs", "expm1(-abs")))  # fmt: skip
+        return f"{name}({draw(a)}))"
+    if leaf == 7:
+        return f"({draw(a)} / (1.0 + abs({draw(b)})))"
+    if leaf == 8:
+        condition = draw(st.sampled_from(("s < 0.25", "s >= -0.5", "abs(s) > 1.0", "floor(s * 4.0) % 3 == 1")))
+        return f"where({condition}, {draw(a)}, {draw(b)})"
+    return f"where({draw(bools(depth - 1))}, {draw(a)}, {draw(b)})"
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> str:
+    """A variant with a score, a mask, or both."""
+    lines = []
+    for name in draw(st.sampled_from(((), (), ("t0",), ("t0", "t1")))):
+        lines.append(f"let {name} = {draw(ints(2))}")
+    what = draw(st.sampled_from(("mask", "score", "both", "both", "excluded")))
+    score, condition = draw(scores(3)), draw(bools(3))
+    for line in lines:
+        # A local takes the place of an index somewhere.
+        local = line.split()[1]
+        condition = condition.replace("i - j", local, 1)
+        score = score.replace("(j)", local, 1)
+    if what == "excluded":
+        score = f"where({condition}, {score}, -inf)"
+    if what in ("score", "both", "excluded"):
+        lines.append(f"score {score}")
+    if what in ("mask", "both"):
+        lines.append(f"mask {condition}")
+    return "variant v(keep, pair, doc, seq, wide, bias, rel, flag, n, m, x, y) {\n  " + "\n  ".join(lines) + "\n}"
+
+
+# -- calls -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Sizes and values of one call."""
+
+    seed: int
+    q_len: int
+    kv_len: int
+    q_offset: int
+    by_value: bool
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(2, 4, 2, self.q_len, self.kv_len, 8, 4)
+
+
+calls = st.builds(
+    Draw,
+    st.integers(0, 999),
+    st.sampled_from((1, 5, 17)),
+    st.sampled_from((3, 18, 40)),
+    st.sampled_from((0, 0, 3, 20)),
+    st.booleans(),
+)
+NUMBERS = (0, 1, 2, -1, 3, -7, 16, 64, 100, -100, 2**31, 2**47, -(2**47))
+
+
+def captures(call: Draw) -> dict[str, Any]:
+    """Values for every capture: ints of either sign and of many sizes, zeros, nan at times."""
+    rng = np.random.default_rng(call.seed)
+    length = max(call.q_offset + call.q_len, call.kv_len)
+    reals = np.array([0.0, -0.0, 0.5, -1.5, 2.0, 0.1, -0.7, 3.0, 1e-3, 40.0], np.float32)
+
+    def number(value: Any) -> Any:
+        return value if call.by_value else torch.tensor(value)
+
+    return {
+        "keep": torch.from_numpy(rng.random(length) < 0.6),
+        "pair": torch.from_numpy(rng.random((call.q_offset + call.q_len, call.kv_len)) < 0.6),
+        "doc": torch.from_numpy(rng.integers(-1, 5, length).astype(np.int32)),
+        "seq": torch.from_numpy(np.sort(rng.integers(0, 4, (2, length)), axis=1)),
+        "wide": torch.from_numpy(rng.choice(NUMBERS, length)),
+        "bias": torch.from_numpy(rng.choice(reals, length)),
+        "rel": torch.from_numpy(rng.choice(reals, (4, length)).astype(np.float64)),
+        "flag": number(bool(rng.random() < 0.5)),
+        "n": number(int(rng.choice(NUMBERS[:10]))),
+        "m": number(int(rng.choice(NUMBERS))),
+        "x": number(float(rng.choice(reals))),
+        "y": number(float(rng.choice(reals))),
+    }
+
+
+def inputs(call: Draw) -> tuple[Tensor, ...]:
+    """q and k of halves, so that s = q k / 4 is exact; v is anything."""
+    make = torch.Generator().manual_seed(call.seed)
+    q, k, v = (torch.randn(shape, generator=make) for shape in call.shape.shapes)
+    return (q * 2).round().clamp(-3, 3) / 2, (k * 2).round().clamp(-3, 3) / 2, v
+
+
+def check(text: str, call: Draw, backend: str) -> None:
+    """A backend and the oracle agree on out and LSE, and on where they are not finite."""
+    attn, given_captures = parse(text), on(backend, captures(call))
+    q, k, v = (on(backend, x) for x in inputs(call))
+    options = {"scale": 0.25, "q_offset": call.q_offset, "return_lse": True}
+    # A decision in the mask shows in the LSE; a weight of exactly 0 could hide it from out.
+    out, lse = attn(q, k, v, backend=backend, **options, **given_captures)
+    wanted, wanted_lse = attn.eager(q, k, v, **options, **given_captures)
+    agree(lse, wanted_lse, 2e-4)
+    agree(out, wanted, 2e-4)
+
+
+@each_backend
+def test_random_variants(backend: str) -> None:
+    @settings(
+        max_examples=EXAMPLES[backend] * FACTOR,
+        derandomize=FACTOR == 1,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(texts(), calls)
+    def law(text: str, call: Draw) -> None:
+        note(text)
+        check(text, call, backend)
+
+    law()
+
+
+# What random variants found, shrunk; each on every backend.
+FOUND: list[str] = []
+CALL = Draw(1, 17, 40, 3, True)
+
+
+@each_backend
+@pytest.mark.parametrize("body", FOUND)
+def test_found_by_random_variants(body: str, backend: str) -> None:
+    text = f"variant v(keep, pair, doc, seq, wide, bias, rel, flag, n, m, x, y) {{ {body} }}"
+    for by_value in (True, False):
+        check(text, replace(CALL, by_value=by_value), backend)
