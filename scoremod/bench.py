@@ -30,10 +30,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from . import variants
 from .analysis.interval import Bounds, Interval, Name, ints, open_load
 from .analysis.tiles import FULL, PARTIAL, classify
-from .api import Variant, parse
+from .api import Variant
 from .backends import flex
 from .binding import DTYPE_OF, Bound, Sizes
 from .errors import BackendUnavailable, InputMismatch, ScoremodError
@@ -45,6 +44,10 @@ from .passes.simplify import simplify
 from .plan import Param, Typed, assumed_params, typed
 from .sources import element
 from .variant import S
+
+# Parts of torch have no types.
+_cuda: Any = torch.cuda
+_cudnn: Any = torch.backends.cudnn
 
 OURS, FLEX, CUDNN, FLASH = "scoremod", "FlexAttention", "SDPA cuDNN", "SDPA flash"
 AGAINST = {"flex": (FLEX,), "sdpa": (CUDNN, FLASH), "cudnn": (CUDNN,), "flash": (FLASH,)}
@@ -211,9 +214,9 @@ def _reads_inside(case: Case, values: Mapping[str, Any]) -> flex.Inside:
     def load(node: Expr, indices: tuple[Interval, ...]) -> Interval:
         # A read outside a table is 0.
         known = stored.get(node.attr)
-        return (
-            open_load(node, indices) if known is None else ints(min(known.lo, 0), max(known.hi, 0))
-        )
+        if known is None:
+            return open_load(node, indices)
+        return ints(np.minimum(known.lo, 0), np.maximum(known.hi, 0))
 
     bounds = Bounds(env, load)
 
@@ -228,7 +231,7 @@ def _reads_inside(case: Case, values: Mapping[str, Any]) -> flex.Inside:
 
 
 def kept_pairs(case: Case) -> int:
-    """How many pairs attend, over all batches and heads: tiles that are not proved are evaluated."""
+    """How many pairs attend, over all batches and heads; only unproved tiles are evaluated."""
     shape, mask = case.shape, case.program.mask
     _, mask_mod = flex_functions(case)
     if mask_mod is None:
@@ -310,13 +313,13 @@ def gpu_rig() -> Rig:
 
 def gpu_elapsed(call: Callable[[], object], repeats: int) -> float:
     """Milliseconds that a call takes on the GPU."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = (_cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(repeats):
         call()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / repeats
+    return float(start.elapsed_time(end)) / repeats
 
 
 def _repeated(
@@ -363,8 +366,8 @@ def _flex(case: Case, rig: Rig) -> tuple[Callable[[], Tensor], Callable[[], obje
     return call, None if made is None else block_mask
 
 
-def is_plain(case: Case) -> bool:
-    """Whether the mask is none, True for causal; raises where SDPA cannot do it without a matrix."""
+def is_causal(case: Case) -> bool:
+    """Whether SDPA is to be causal; raises where it would need a matrix of pairs."""
     shape, program = case.shape, case.program
     if program.score != S:
         raise NotComparable("it has no scores")
@@ -382,7 +385,7 @@ def is_plain(case: Case) -> bool:
 def _sdpa(case: Case, backend: str) -> Callable[[], Tensor]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    causal = is_plain(case)
+    causal = is_causal(case)
     gqa = case.shape.q_heads != case.shape.kv_heads
     chosen = getattr(SDPBackend, backend)
 
@@ -492,6 +495,7 @@ class BenchResult:
     shape: Shape
     dtype: str
     kept: float  # the part of all pairs that the mask keeps
+    flop: int  # of both products, for these pairs
     timings: tuple[Timing, ...]
     block_mask_ms: float | None  # FlexAttention's, not counted in its time
     drawn: tuple[str, ...]
@@ -528,9 +532,7 @@ class BenchResult:
         notes = [f"drawn: {words}" for words in self.drawn]
         notes += [f"{t.name}: {t.note}" for t in self.timings if t.note]
         if self.block_mask_ms is not None:
-            notes.append(
-                f"FlexAttention's block mask takes {self.block_mask_ms:.3g} ms, not counted"
-            )
+            notes.append(f"{FLEX}'s block mask takes {self.block_mask_ms:.3g} ms, not counted")
         versions = (f"{name} {self.machine.get(name)}" for name in ("torch", "triton"))
         return [*notes, f"{self.machine['gpu']}, {', '.join(versions)}"]
 
@@ -548,13 +550,13 @@ class BenchResult:
             raise ScoremodError(
                 "plot needs matplotlib", hint="pip install 'scoremod[plot]'"
             ) from None
-        timed = [t for t in self.timings if t.ms is not None and t.tflops is not None]
+        timed = [t for t in self.timings if t.rounds_ms]
         figure, axes = pyplot.subplots(figsize=(7, 1 + 0.5 * len(timed)), layout="constrained")
         for row, t in enumerate(timed):
-            work = t.tflops * t.ms
-            low, high = (work / x for x in (max(t.rounds_ms), min(t.rounds_ms)))
-            spread = [[max(0.0, t.tflops - low)], [max(0.0, high - t.tflops)]]
-            axes.barh(row, t.tflops, xerr=spread, color="C0" if t.name == OURS else "0.7")
+            times = statistics.median(t.rounds_ms), max(t.rounds_ms), min(t.rounds_ms)
+            middle, slow, fast = (self.flop / ms / 1e9 for ms in times)
+            spread = [[middle - slow], [fast - middle]]
+            axes.barh(row, middle, xerr=spread, color="C0" if t.name == OURS else "0.7")
         axes.set_yticks(range(len(timed)), [t.name for t in timed])
         axes.invert_yaxis()
         axes.set_xlabel("TFLOP/s of the pairs that the mask keeps")
@@ -618,6 +620,7 @@ def measure(
         shape=case.shape,
         dtype=str(case.q.dtype).removeprefix("torch."),
         kept=kept / pairs,
+        flop=flop,
         timings=tuple(_timing(c, flop, ours_ms) for c in candidates),
         block_mask_ms=_block_mask_ms(candidates, rig),
         drawn=case.drawn,
@@ -655,7 +658,7 @@ def machine(commit: str | None = None) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version() if on_gpu else None,
+        "cudnn": _cudnn.version() if on_gpu else None,
         "python": platform.python_version(),
         "scoremod": _version("scoremod"),
         "commit": commit or _commit(),
@@ -690,91 +693,46 @@ def _commit() -> str | None:
 
 # -- the command line --------------------------------------------------------------------------
 
-
-def find_variant(name: str) -> Variant:
-    """A variant by `.smod` file, `module:name` or stock name."""
-    if name.endswith(".smod"):
-        return parse(Path(name).read_text(encoding="utf-8"), file=name)
-    module, _, inner = name.rpartition(":")
-    found = getattr(import_module(module) if module else variants, inner, None)
-    if not isinstance(found, Variant):
-        raise InputMismatch(
-            f"there is no variant {name!r}", hint="give a .smod file, module:name or a stock name"
-        )
-    return found
-
-
-def read_value(text: str) -> Any:
-    """A capture's value on the command line: a number, true or false, or an .npy or .pt file."""
-    if text.endswith(".npy"):
-        return torch.from_numpy(np.load(text))
-    if text.endswith(".pt"):
-        return torch.load(text, weights_only=True)
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    raise InputMismatch(f"{text!r} is not a value", hint="give a number, or an .npy or .pt file")
+_OPTIONS = (
+    click.option("--len", "length", default=8192, show_default=True, help="Queries."),
+    click.option("--kv-len", type=int, help="Keys; as many as queries if left out."),
+    click.option("--batch", default=2, show_default=True),
+    click.option("--heads", default=16, show_default=True, help="Query heads."),
+    click.option("--kv-heads", type=int, help="As many as query heads if left out."),
+    click.option("--head-dim", default=128, show_default=True),
+    click.option("--v-head-dim", type=int, help="As --head-dim if left out."),
+    click.option("--dtype", default="bf16", show_default=True, help="f16, bf16 or f32."),
+    click.option("--against", multiple=True, default=("flex", "sdpa"), show_default=True),
+    click.option("--rounds", type=click.IntRange(1), default=5, show_default=True),
+    click.option("--plot", type=click.Path(dir_okay=False), help="Draw into a file."),
+)
 
 
-@click.command("bench")
-@click.argument("name", metavar="FILE")
-@click.option("--len", "length", default=8192, show_default=True, help="Queries.")
-@click.option("--kv-len", type=int, help="Keys, as many as queries by default.")
-@click.option("--batch", default=2, show_default=True)
-@click.option("--heads", default=16, show_default=True, help="Query heads.")
-@click.option("--kv-heads", type=int, help="As many as query heads by default.")
-@click.option("--head-dim", default=128, show_default=True)
-@click.option("--v-head-dim", type=int, help="The head dim by default.")
-@click.option("--dtype", default="bf16", show_default=True)
-@click.option("--set", "values", multiple=True, metavar="NAME=VALUE", help="A capture's value.")
-@click.option("--against", multiple=True, default=("flex", "sdpa"), show_default=True)
-@click.option("--rounds", default=5, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@click.option("--plot", type=click.Path(dir_okay=False), help="Draw a picture.")
-def bench_command(name: str, values: Sequence[str], **options: Any) -> None:
-    """Time a variant beside FlexAttention and SDPA on this GPU.
-
-    FILE is a .smod file, module:name or a stock name. Captures without value are drawn.
-    """
-    try:
-        pairs = [text.partition("=") for text in values]
-        captures = {key: read_value(value) for key, _, value in pairs}
-        result = bench(
-            find_variant(name),
-            shape=_shape(**options),
-            dtype=options["dtype"],
-            captures=captures,
-            against=options["against"],
-            rounds=options["rounds"],
-        )
-    except (ScoremodError, OSError, ImportError) as error:
-        raise click.ClickException(str(error)) from None
-    if options["plot"]:
-        result.plot(options["plot"])
-    click.echo(result.json() if options["as_json"] else str(result))
+def options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a click command the options of `from_options`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
 
 
-def _shape(
+def from_options(
+    variant: Variant,
+    captures: Mapping[str, Any],
     *,
+    length: int,
     batch: int,
     heads: int,
-    kv_heads: int | None,
-    length: int,
-    kv_len: int | None,
     head_dim: int,
-    v_head_dim: int | None,
-    **others: Any,
-) -> Shape:
-    return Shape(
-        batch,
-        heads,
-        kv_heads or heads,
-        length,
-        kv_len or length,
-        head_dim,
-        v_head_dim or head_dim,
-    )
+    kv_len: int | None = None,
+    kv_heads: int | None = None,
+    v_head_dim: int | None = None,
+    plot: str | None = None,
+    **how: Any,
+) -> BenchResult:
+    """`bench` by the words of the command line; draws if asked to."""
+    heads_and_lengths = (heads, kv_heads or heads, length, kv_len or length)
+    shape = Shape(batch, *heads_and_lengths, head_dim, v_head_dim or head_dim)
+    result = bench(variant, shape=shape, captures=captures, **how)
+    if plot is not None:
+        result.plot(plot)
+    return result

@@ -1,33 +1,34 @@
 """The command line: look at variants, their tiles and their kernels.
 
-    scoremod show gemma2.smod
-    scoremod tiles sliding_window --len 4096 --set window=512
+scoremod show gemma2.smod
+scoremod tiles sliding_window --len 4096 --set window=512
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from . import __version__, cache, variants
+from .analysis.picture import TileMap
 from .api import Variant, parse
 from .errors import ScoremodError
 from .ir.capture import MISSING
 from .ir.expr import TRUE
 from .ir.show import show as shown
 from .plan import Typed, assumed_params, typed
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 STOCK: dict[str, Variant] = {n: v for n, v in vars(variants).items() if isinstance(v, Variant)}
 MAX_TILES = 1 << 30  # of a map: one byte each
@@ -91,9 +92,10 @@ def load(file: str) -> Variant:
     if file in STOCK:
         return STOCK[file]
     close = difflib.get_close_matches(file, [*STOCK, *_smod_files()], 1)
-    hint = f"did you mean {close[0]}?" if close else "give a .smod file, module:name, or one of: "
+    known = f"give a .smod file, module:name, or one of: {_names(STOCK)}"
     raise Mistake(
-        f"there is no file and no stock variant `{file}`", hint + ("" if close else _names(STOCK))
+        f"there is no file and no stock variant `{file}`",
+        f"did you mean {close[0]}?" if close else known,
     )
 
 
@@ -164,11 +166,14 @@ def read_value(text: str) -> Any:
     """A number or bool as Python writes it, or the tensor in a file."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    for read in (lambda: int(text, 0), lambda: int(text), lambda: float(text)):
-        try:
+    readers: tuple[Callable[[], int | float], ...] = (
+        lambda: int(text, 0),
+        lambda: int(text),
+        lambda: float(text),
+    )
+    for read in readers:
+        with contextlib.suppress(ValueError):
             return read()
-        except ValueError:
-            continue
     if Path(text).suffix not in (".npy", ".pt", ".pth"):
         raise Mistake(f"{text!r} is no number, and no .npy or .pt file")
     return _tensor(Path(text))
@@ -231,7 +236,7 @@ def emit(text: str, lexer: str | None = None) -> None:
 
 def emit_json(value: Any) -> None:
     """Print for a machine."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    click.echo(json.dumps(value, indent=2))
 
 
 def heading(text: str) -> None:
@@ -316,7 +321,7 @@ def as_data(variant: Variant, program: Typed, assumed: Mapping[str, str]) -> dic
             "element": c.element,
             "assumed": assumed.get(c.name),
             "dims": None if c.dims is None else list(c.dims),
-            "default": None if c.default is MISSING else c.default,
+            "default": _plain(c.default),
             "declaration": c.declaration,
         }
         for c in variant._written().captures
@@ -330,6 +335,13 @@ def as_data(variant: Variant, program: Typed, assumed: Mapping[str, str]) -> dic
         "captures": captures,
         "consts": dict(variant._program.consts),
     }
+
+
+def _plain(default: Any) -> Any:
+    """A default as JSON has it: inf is text there."""
+    if default is MISSING:
+        return None
+    return default if math.isfinite(default) else repr(default)
 
 
 @main.command(epilog=example("scoremod explain alibi"))
@@ -389,11 +401,9 @@ def tiles(
         emit(str(found))
 
 
-def _plot(found: Any, output: str) -> None:
+def _plot(found: TileMap, output: str) -> None:
     try:
         found.plot(output)
-    except ImportError:
-        raise Mistake("drawing needs matplotlib", "pip install scoremod[plot]") from None
     except (OSError, ValueError) as error:
         raise Mistake(f"cannot draw into {output}: {error}") from None
 
@@ -466,7 +476,9 @@ def cache_list(as_json: bool) -> None:
 def cache_size(as_json: bool) -> None:
     """Print how much the kernels take."""
     if as_json:
-        emit_json({"bytes": cache.size(), "limit": cache.CACHE.limit, "entries": len(cache.entries())})
+        entries = cache.entries()
+        total = sum(e.size for e in entries)
+        emit_json({"bytes": total, "limit": cache.CACHE.limit, "entries": len(entries)})
     else:
         emit(f"{_bytes(cache.size())} of {_bytes(cache.CACHE.limit)}")
 

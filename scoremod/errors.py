@@ -1,10 +1,10 @@
 """Errors in one look: what was expected, where it stands in the user's text, and a hint.
 
-    scoremod.errors.TypeMismatch: `where` needs a bool condition, but this is int
-      model/attn.py:14:18, in variant `window`
-       14 |     return where(i - j, s, -inf)
-          |                  ^^^^^
-      hint: compare it, e.g. where(i - j >= 0, s, -inf)
+scoremod.errors.TypeMismatch: `where` needs a bool condition, but this is int
+  model/attn.py:14:18, in variant `window`
+   14 |     return where(i - j, s, -inf)
+      |                  ^^^^^
+  hint: compare it, e.g. where(i - j >= 0, s, -inf)
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A variant as a pure value: a score, a mask and captures, and how variants are put together.
 
-    alibi & causal   ->   score s - slopes[h] * (i - j),  mask j <= i
+alibi & causal   ->   score s - slopes[h] * (i - j),  mask j <= i
 """
 
 from __future__ import annotations
@@ -291,9 +291,7 @@ def _checked(program: Program) -> Program:
 # -- captures of both parts --------------------------------------------------------------------
 
 
-def merge_captures(
-    left: tuple[Capture, ...], right: tuple[Capture, ...]
-) -> tuple[Capture, ...]:
+def merge_captures(left: tuple[Capture, ...], right: tuple[Capture, ...]) -> tuple[Capture, ...]:
     """The captures of both; those of equal name must be the same capture."""
     merged: dict[str, Capture] = {}
     for found in (*left, *right):

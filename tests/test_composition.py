@@ -223,9 +223,7 @@ BAD_RENAMES: list[tuple[Callable[[], object], type[ScoremodError], str]] = [
 
 
 @pytest.mark.parametrize(("rename", "kind", "message"), BAD_RENAMES)
-def test_bad_names(
-    rename: Callable[[], object], kind: type[ScoremodError], message: str
-) -> None:
+def test_bad_names(rename: Callable[[], object], kind: type[ScoremodError], message: str) -> None:
     with pytest.raises(kind, match=message):
         rename()
 

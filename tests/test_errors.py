@@ -33,18 +33,17 @@ Golden = Callable[[str, str], None]
 
 def error_of(action: Callable[[], object]) -> ScoremodError:
     """The error that an action raises; its traceback shows the user's frames only."""
-    try:
+    with pytest.raises(ScoremodError) as raised:
         action()
-    except ScoremodError as error:
-        inside = [
-            f"{Path(f.filename).name}:{f.name}"
-            for f in traceback.extract_tb(error.__traceback__)
-            if f.filename.startswith(PACKAGE)
-        ]
-        assert set(inside) <= {"api.py:call"}, "internal frames reach the user"
-        assert error.__cause__ is None and error.__suppress_context__
-        return error
-    raise AssertionError("no error was raised")
+    error = raised.value
+    inside = {
+        f"{Path(f.filename).name}:{f.name}"
+        for f in traceback.extract_tb(error.__traceback__)
+        if f.filename.startswith(PACKAGE)
+    }
+    assert inside <= {"api.py:call"}, "internal frames reach the user"
+    assert error.__cause__ is None and error.__suppress_context__
+    return error
 
 
 def report(cases: Iterable[tuple[str, Callable[[], object]]]) -> str:
@@ -90,7 +89,7 @@ def from_text(text: str) -> str:
 
 # -- Python ------------------------------------------------------------------------------------
 
-UNSUPPORTED = '''
+UNSUPPORTED = """
     ### a loop over a tensor
     @variant
     def f(s, t: "f32[H]"):
@@ -238,9 +237,9 @@ UNSUPPORTED = '''
     @variant
     def f(s):
         return s.real
-'''
+"""
 
-TYPES = '''
+TYPES = """
     ### a condition that is an int
     @variant
     def window(s, i, j):
@@ -331,9 +330,9 @@ TYPES = '''
         if i > 3:
             x = 1
         return s + x
-'''
+"""
 
-NAMES = '''
+NAMES = """
     ### an unknown name
     @variant
     def f(s, slopes: float):
@@ -414,7 +413,7 @@ NAMES = '''
     @variant
     def f(s):
         return s * const(s)
-'''
+"""
 
 
 def test_unsupported_python(
@@ -574,7 +573,7 @@ def test_limits(golden: Golden) -> None:
         ("a huge default", text("mask i < n", "n: int = 1000000000000000")),
         ("brackets too deep", text("score " + "(" * 300 + "s" + ")" * 300)),
         ("operators too deep", text("score " + "-" * 5000 + "s")),
-        ("a chain too long", text("score s" + " + 1" * 20_000)),
+        ("a chain too long", text("score s" + " + 1" * 4000)),
         ("a loop too long", text("let x = 0 for k in range(100000) { x = x + k } mask i < x")),
         ("loops in loops", text("for a in range(99) { for c in range(99) { } } mask i < j")),
         ("a doubling loop", text("let x = s for k in range(60) { x = x + x } score x")),
@@ -585,7 +584,9 @@ def test_limits(golden: Golden) -> None:
 
 
 def test_paths_that_double_are_refused(tmp_path: Path) -> None:
-    lines = "".join(f"    if i > {n}:\n        if j > {n}:\n            return s\n" for n in range(40))
+    lines = "".join(
+        f"    if i > {n}:\n        if j > {n}:\n            return s\n" for n in range(40)
+    )
     text = f"def f(s, i, j):\n{lines}    return s\n"
     file = tmp_path / "many_paths.py"
     file.write_text(text)
@@ -658,8 +659,8 @@ def test_calls(golden: Golden) -> None:
 
 TEXTS = [str(v) for v in vars(variants).values() if isinstance(v, Variant)]
 TOKENS = """variant score mask let for in range const if else and or not True False ( ) { } [ ] , : ;
-    = == != < <= > >= + - * / // % ** & | ^ ~ << >> . ... _ i j b h hk s q_len kv_len inf nan x t w
-    where min max clamp abs exp log tanh int float bool floor size 0 1 2 -1 1.5 1e9 0x1F 7_000
+    = == != < <= > >= + - * / // % ** & | ^ ~ << >> . ... _ i j b h hk s q_len kv_len inf nan x t
+    w     where min max clamp abs exp log tanh int float bool floor size 0 1 2 -1 1.5 1e9 0x1F 7_000
     int tensor f32 bool[H] # \n $ ? " ' \\ @ é \x00 99999999999999999999""".split(" ")
 
 

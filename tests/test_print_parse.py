@@ -1,5 +1,7 @@
 """Printing and reading are inverse: parse(str(v)) == v, and parse_expression(show(e)) == e."""
 
+# ruff: noqa: B008 - const(...) as a default is the language
+
 from __future__ import annotations
 
 import functools

@@ -149,7 +149,7 @@ def shares(lengths: list[tuple[int, int, int]], seed: int, docs: int) -> dict[st
                 name = entry.number
                 true_tiles[name] = true_tiles.get(name, 0) + int(decided.sum())
                 found_tiles[name] = found_tiles.get(name, 0) + int((found != PARTIAL).sum())
-    return {name: 100 * found_tiles[name] / n for name, n in true_tiles.items()}
+    return {name: 100 * found_tiles[name] / n if n else 100.0 for name, n in true_tiles.items()}
 
 
 @pytest.mark.slow

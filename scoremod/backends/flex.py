@@ -15,6 +15,8 @@ import hashlib
 import linecache
 import math
 import re
+import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -379,13 +381,15 @@ def _parameters(program: Typed, used: set[str]) -> list[str]:
 
 def functions(text: str, values: Mapping[str, Any]) -> tuple[Any, Any]:
     """(score_mod, mask_mod) of a text, with captures and sizes bound by name."""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     # A path from the digest lets tracebacks and debuggers show the text.
-    file = f"<scoremod flex {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+    file = f"<scoremod flex {digest}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    scope: dict[str, Any] = {"__name__": "scoremod_flex"}
-    exec(compile(text, file, "exec"), scope)
-    code = scope["functions"].__code__
-    score_mod, mask_mod = scope["functions"](
-        *(values[name] for name in code.co_varnames[: code.co_argcount])
-    )
+    # Dynamo imports the module of a function's globals.
+    module = types.ModuleType(f"scoremod_flex_{digest}")
+    sys.modules[module.__name__] = module
+    exec(compile(text, file, "exec"), vars(module))
+    make = module.functions
+    names = make.__code__.co_varnames[: make.__code__.co_argcount]
+    score_mod, mask_mod = make(*(values[name] for name in names))
     return score_mod, mask_mod

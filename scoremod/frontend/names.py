@@ -1,7 +1,7 @@
 """What names, operators and calls mean: the part of the language that both front ends share.
 
-    BINARY["<="]               ->  Op.LE
-    CALLS["clamp"](x, lo, hi)  ->  min(max(x, lo), hi)
+BINARY["<="]               ->  Op.LE
+CALLS["clamp"](x, lo, hi)  ->  min(max(x, lo), hi)
 """
 
 from __future__ import annotations

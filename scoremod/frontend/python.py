@@ -1,7 +1,7 @@
 """Python functions to IR: the syntax tree is read, the function is never called.
 
-    def window(i, j, w: int = 8): return 0 <= i - j < w
-        ->   mask  0 <= i - j and i - j < w
+def window(i, j, w: int = 8): return 0 <= i - j < w
+    ->   mask  0 <= i - j and i - j < w
 """
 
 from __future__ import annotations
@@ -541,9 +541,7 @@ class _Reader:
             indices.append(self.one_index(table, len(indices), part, environment))
         return Table(table.name, tuple(indices), self.span(node))
 
-    def one_index(
-        self, table: Table, axis: int, node: ast.expr, environment: Environment
-    ) -> Expr:
+    def one_index(self, table: Table, axis: int, node: ast.expr, environment: Environment) -> Expr:
         from_end = (
             isinstance(node, ast.UnaryOp)
             and isinstance(node.op, ast.USub)
@@ -649,8 +647,10 @@ class _Reader:
         """`scoremod.const(x)` in the body."""
         value = self.one_argument(node, "const")
         if isinstance(value, ast.Name) and value.id not in environment:
-            found = self.source.free(value.id) if self.function is None else free_variable(
-                self.function, value.id
+            found = (
+                self.source.free(value.id)
+                if self.function is None
+                else free_variable(self.function, value.id)
             )
             if found is not None and isinstance(found.read(), bool | int | float):
                 return self.captures.const(value.id, found.read(), self.span(node))

@@ -386,9 +386,7 @@ def _words(expected: Collection[str]) -> str:
     return " or ".join(filter(None, (", ".join(quoted[:-1]), quoted[-1])))
 
 
-def _language_error(
-    text: str, file: str, error: lark.exceptions.UnexpectedInput
-) -> LanguageError:
+def _language_error(text: str, file: str, error: lark.exceptions.UnexpectedInput) -> LanguageError:
     token = getattr(error, "token", None)
     if not text.strip():
         return LanguageError("the text is empty", hint=_BEGIN)

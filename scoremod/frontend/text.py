@@ -1,6 +1,6 @@
 """The mini-language to IR: the same walk as for Python functions, over lark's parse tree.
 
-    mask 0 <= i - j and i - j < w   ->   (0 <= i - j) and (i - j < w)
+mask 0 <= i - j and i - j < w   ->   (0 <= i - j) and (i - j < w)
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ def lower(source: TextSource, consts: Mapping[str, Any]) -> Lowered:
             "a variant needs a score or a mask", span=source.span(variant),
             hint="write e.g. `mask j <= i`",
         )  # fmt: skip
-    return Lowered(
-        reader.score, reader.mask, captures.finish(), tuple(captures.consts.items())
-    )
+    return Lowered(reader.score, reader.mask, captures.finish(), tuple(captures.consts.items()))
 
 
 def parse_expression(text: str, types: Mapping[str, Type] | None = None) -> Expr:
