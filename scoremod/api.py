@@ -100,8 +100,8 @@ class Variant:
                 kind = kind_of(q, k, v, scale, q_offset, kv_lens, precision, values)
                 known = self._warm.get(kind)
                 if known is not None:
-                    out, lse = known(q, k, v, q_offset, kv_lens, values)  # type: ignore[arg-type]
-                    return (out, lse) if return_lse else out
+                    assert isinstance(q_offset, int)
+                    return known(q, k, v, q_offset, kv_lens, values, return_lse=return_lse)
         inputs = check_inputs(
             q, k, v, scale=scale, q_offset=q_offset, kv_lens=kv_lens, precision=precision
         )

@@ -13,8 +13,7 @@ import torch
 from .analysis.tiles import EMPTY, FULL, PARTIAL, classify
 from .backends.cpu import CPU
 from .binding import ANY_LENGTH, Bound
-from .inputs import Inputs, as_numpy, empty_like_q
-from .ir.ops import Type
+from .inputs import Inputs, as_numpy, dtype_of, empty_like_q
 from .plan import CpuPlan, Typed, cpu_plan
 from .render import render
 
@@ -68,13 +67,11 @@ def _per_batch(value: int | torch.Tensor | None) -> Any:
 
 
 def _argument(item: Bound, *, float64: bool) -> torch.Tensor:
-    """A scalar as a 0-d tensor of the program's types; a table as it is."""
+    """A scalar as a 0-d tensor of the program's types; a table is converted where it is read."""
     value = torch.as_tensor(item.value).detach()
-    if item.param.rank or value.dtype is torch.bool:
+    if item.param.rank and not item.param.as_float:
         return value
-    if item.param.type is Type.INT:
-        return value.to(torch.int64)
-    return value.to(torch.float64 if float64 else torch.float32)
+    return value.to(dtype_of(item, float64))
 
 
 # -- which tiles to visit ----------------------------------------------------------------------

@@ -9,6 +9,7 @@ only ratios within one table mean something. TFLOP/s count the pairs that the ma
 
 from __future__ import annotations
 
+import io
 import json
 import platform
 import shlex
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from .analysis.interval import Bounds, Interval, Name, ints, open_load
@@ -111,15 +113,14 @@ def draw_missing(
     seed: int = 0,
 ) -> dict[str, tuple[Any, str]]:
     """Values for captures that have none, by declared type, each with what was drawn."""
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator(device).manual_seed(seed)
     program = variant._program
     found = {}
     for item, param in zip(program.captures, assumed_params(program), strict=True):
         has_value = item.free is not None or item.default is not MISSING
         if has_value or item.name in given or item.name in variant._fixed:
             continue
-        value, words = _drawn(item, param, shape, rng)
-        found[item.name] = (value.to(device) if isinstance(value, Tensor) else value, words)
+        found[item.name] = _drawn(item, param, shape, rng)
     return found
 
 
@@ -133,15 +134,17 @@ def _drawn(item: Capture, param: Param, shape: Shape, rng: torch.Generator) -> t
     dims = [d if isinstance(d, int) else sizes.get(d or "", 2 * longest + 1) for d in names]
     dtype = DTYPE_OF[{"int": "i32", "float": "f32"}.get(param.element, param.element)]
     if param.type is Type.FLOAT:
-        value, words = torch.randn(dims, generator=rng), "normal"
+        value, words = torch.randn(dims, generator=rng, device=rng.device), "normal"
     elif param.type is Type.BOOL:
-        value, words = torch.rand(dims, generator=rng) < 0.5, "true or false"
+        value, words = torch.rand(dims, generator=rng, device=rng.device) < 0.5, "true or false"
     elif any(d in ("L", "Lq", "Lk") for d in names):
         axis = max(k for k, d in enumerate(names) if d in ("L", "Lq", "Lk"))
-        starts = torch.rand(dims, generator=rng) < 1 / min(DOCUMENT, max(2, longest // 8))
+        mean = min(DOCUMENT, max(2, longest // 8))
+        starts = torch.rand(dims, generator=rng, device=rng.device) < 1 / mean
         value, words = starts.cumsum(axis), "sorted ids"
     else:
-        value, words = torch.randint(1, longest + 1, dims, generator=rng), f"ints in 1..{longest}"
+        value = torch.randint(1, longest + 1, dims, generator=rng, device=rng.device)
+        words = f"ints in 1..{longest}"
     if dtype is not torch.bool and not dtype.is_floating_point:
         value = value.clamp(max=torch.iinfo(dtype).max)
     if item.kind is Kind.SCALAR:
@@ -238,7 +241,7 @@ def kept_pairs(case: Case) -> int:
         return shape.batch * shape.q_heads * shape.q_len * shape.kv_len
     batches = range(shape.batch if "b" in mask.names else 1)
     heads = range(shape.q_heads if mask.names & {"h", "hk"} else 1)
-    values = as_numpy(case.bound)
+    values = as_numpy(tuple(x for x in case.bound if x.param.name in mask.names))
     total = 0
     for b, h in product(batches, heads):
         kind = classify(
@@ -514,7 +517,8 @@ class BenchResult:
 
     def __rich__(self) -> Table:
         title = f"{self.variant}, {self.shape} {self.dtype}, {self.kept:.1%} of pairs kept"
-        table = Table(title=title, caption="\n".join(self._notes()), caption_justify="left")
+        notes = Text("\n".join(self._notes()))
+        table = Table(title=Text(title), caption=notes, caption_justify="left")
         for head in ("", "ms", "TFLOP/s", "time / ours", "error", "first call"):
             table.add_column(head, justify="right" if head else "left")
         for t in self.timings:
@@ -537,10 +541,9 @@ class BenchResult:
         return [*notes, f"{self.machine['gpu']}, {', '.join(versions)}"]
 
     def __str__(self) -> str:
-        console = Console(width=100)
-        with console.capture() as shown:
-            console.print(self)
-        return shown.get()
+        shown = io.StringIO()
+        Console(file=shown, width=100).print(self)
+        return shown.getvalue()
 
     def plot(self, path: str | Path) -> None:
         """Draw TFLOP/s with the spread of the rounds; needs matplotlib."""
@@ -663,8 +666,14 @@ def machine(commit: str | None = None) -> dict[str, Any]:
         "scoremod": _version("scoremod"),
         "commit": commit or _commit(),
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "command": shlex.join(["python" if not sys.argv[0] else sys.argv[0], *sys.argv[1:]]),
+        "command": _command(sys.argv),
     }
+
+
+def _command(argv: Sequence[str]) -> str:
+    """The command line that started this process."""
+    script = ["python", argv[0]] if argv[0].endswith(".py") else [Path(argv[0]).name]
+    return shlex.join([*script, *argv[1:]])
 
 
 def _version(package: str) -> str | None:

@@ -141,9 +141,12 @@ def _bind_one(
         return _scalar(found, value)
     if not isinstance(value, torch.Tensor):
         raise _mismatch(found, f"must be a tensor, not {type(value).__name__}")
-    _check_element(found, _element(found, value))
+    element = _element(found, value)
+    _check_element(found, element)
     table = _fit(found, value, sizes, agreed)
-    return Bound(Param(found.name, Kind.TENSOR, _element(found, value), table.ndim), table, found)
+    as_float = _as_float(found, element)
+    param = Param(found.name, Kind.TENSOR, element, table.ndim, as_float=as_float)
+    return Bound(param, table, found)
 
 
 def _number(found: Capture, value: Any) -> bool | int | float:
@@ -165,7 +168,8 @@ def _scalar(found: Capture, value: Value) -> Bound:
             )
         element = _element(found, value)
         _check_element(found, element)
-        return Bound(Param(found.name, Kind.SCALAR, element, 0, False), value.reshape(()), found)
+        param = Param(found.name, Kind.SCALAR, element, 0, False, _as_float(found, element))
+        return Bound(param, value.reshape(()), found)
     element = type(value).__name__
     if found.element is not None and (element, found.element) in _WIDENING:
         element = found.element
@@ -181,6 +185,10 @@ def _element(found: Capture, value: torch.Tensor) -> str:
     if value.dtype not in ELEMENT_OF:
         raise _mismatch(found, f"has dtype {value.dtype}, which is not bool, int or float")
     return ELEMENT_OF[value.dtype]
+
+
+def _as_float(found: Capture, element: str) -> bool:
+    return found.type is Type.FLOAT and ELEMENTS[element] is Type.INT
 
 
 def _check_element(found: Capture, element: str) -> None:

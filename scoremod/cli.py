@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -29,6 +29,11 @@ from .ir.capture import MISSING
 from .ir.expr import TRUE
 from .ir.show import show as shown
 from .plan import Typed, assumed_params, typed
+
+if TYPE_CHECKING:
+    ParamType = click.ParamType[Any]
+else:
+    ParamType = click.ParamType  # generic since click 8.2 only
 
 STOCK: dict[str, Variant] = {n: v for n, v in vars(variants).items() if isinstance(v, Variant)}
 MAX_TILES = 1 << 30  # of a map: one byte each
@@ -64,7 +69,7 @@ class Commands(click.Group):
 # -- the FILE of a command ---------------------------------------------------------------------
 
 
-class File(click.ParamType):
+class File(ParamType):
     """A `.smod` file, `module:name`, or the name of a stock variant."""
 
     name = "file"
@@ -149,7 +154,7 @@ def _from_module(module: str, name: str) -> Variant:
 # -- values ------------------------------------------------------------------------------------
 
 
-class Setting(click.ParamType):
+class Setting(ParamType):
     """NAME=VALUE: a number, True or False, or an .npy or .pt file."""
 
     name = "name=value"

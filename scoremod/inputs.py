@@ -14,6 +14,7 @@ import torch
 
 from .binding import Bound, Sizes
 from .errors import InputMismatch
+from .ir.ops import Type
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PRECISIONS = ("auto", "exact", "fast")
@@ -182,16 +183,15 @@ def needs_grad(inputs: Inputs, bound: tuple[Bound, ...]) -> bool:
     )
 
 
-
-
 def as_numpy(bound: tuple[Bound, ...], *, float64: bool = False) -> Mapping[str, Any]:
     """Captured values for the analysis on the host: NumPy arrays, floats rounded to float32."""
-    values = {}
-    for item in bound:
-        value = torch.as_tensor(item.value).detach().cpu()
-        if value.is_floating_point():
-            value = value.to(torch.float64 if float64 else torch.float32)
-        elif value.dtype is not torch.bool:
-            value = value.to(torch.int64)
-        values[item.param.name] = value.numpy()
-    return values
+    return {
+        item.param.name: torch.as_tensor(item.value).detach().cpu().to(dtype_of(item, float64)).numpy()
+        for item in bound
+    }
+
+
+def dtype_of(item: Bound, float64: bool) -> torch.dtype:
+    """What a captured value is computed with on the host."""
+    real = torch.float64 if float64 else torch.float32
+    return {Type.BOOL: torch.bool, Type.INT: torch.int64}.get(item.param.type, real)

@@ -342,9 +342,10 @@ class Launcher:
             self._driver = cuda_driver()
         return self._driver
 
-    def prepare(self, values: Sequence[Value]) -> Launch:
-        """Set the arguments, in the order of `kernel.arguments`, for the current GPU."""
-        index = self.driver.device()
+    def prepare(self, values: Sequence[Value], index: int | None = None) -> Launch:
+        """Set the arguments, in the order of `kernel.arguments`; `index` is the current GPU."""
+        if index is None:
+            index = self.driver.device()
         try:
             launch: Launch = self._local.launches[index]
         except (AttributeError, KeyError):

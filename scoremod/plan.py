@@ -30,10 +30,11 @@ class Param:
     element: str  # a word of ELEMENTS: the storage of a table or 0-d tensor
     rank: int = 0
     by_value: bool = True  # a scalar that is passed itself, not by a pointer to it
+    as_float: bool = False  # ints in memory, declared as float
 
     @property
     def type(self) -> Type:
-        return ELEMENTS[self.element]
+        return Type.FLOAT if self.as_float else ELEMENTS[self.element]
 
 
 @dataclass(frozen=True)

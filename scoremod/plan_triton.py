@@ -146,7 +146,7 @@ class TritonPlan:
     kv_segments: tuple[Segment, ...]
     params: tuple[Param, ...]
     arguments: tuple[Argument, ...]
-    scalars_in_memory: tuple[Param, ...]
+    scalars_in_memory: tuple[Argument, ...]  # and the type that each is computed with
     tile: Tile
     block_d: int
     block_dv: int
@@ -258,7 +258,9 @@ def triton_plan(
         params=program.params,
         arguments=arguments(program.params, options),
         scalars_in_memory=tuple(
-            p for p in program.params if p.kind is Kind.SCALAR and not p.by_value
+            Argument(p.name, computed_type(p))
+            for p in program.params
+            if p.kind is Kind.SCALAR and not p.by_value
         ),
         tile=tile or tiles_of(options, target)[0],
         block_d=block_d,
@@ -304,7 +306,7 @@ def launch_bounds(params: tuple[Param, ...], *, small: bool) -> Bounds:
     if small:
         env.update({name: ints(0, SMALL) for name in ("i", "j", "q_len", "kv_len")})
     for param in params:
-        bits = _STORAGE_BITS.get(param.element)
+        bits = _STORAGE_BITS.get(param.element) if param.type is Type.INT else None
         stored = ints(-(2**bits), 2**bits - 1) if bits is not None else None
         if param.kind is Kind.TENSOR:
             env.update({(param.name, axis): ints(0, FAR) for axis in range(param.rank)})
@@ -365,6 +367,13 @@ def arguments(params: tuple[Param, ...], options: Options) -> tuple[Argument, ..
     for param in params:
         found += param_arguments(param, options)
     return tuple(found)
+
+
+def computed_type(param: Param) -> str:
+    """The type that a scalar in memory is computed with, whatever its storage."""
+    if param.type is Type.FLOAT:
+        return "float32"
+    return "int64" if param.element == "i64" else "int32"
 
 
 def param_arguments(param: Param, options: Options) -> list[Argument]:

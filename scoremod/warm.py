@@ -37,16 +37,18 @@ def kind_of(
     values: Sequence[Value],
 ) -> KindOfCall | None:
     """The kind of a call on a GPU; None where it must be checked each time."""
-    if not q.is_cuda or torch.is_autocast_enabled("cuda"):
+    device = q.get_device()
+    if device < 0 or device != torch._C._cuda_getDevice() or torch.is_autocast_enabled("cuda"):
         return None
     grad = torch.is_grad_enabled()
     if grad and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
         return None
+    # Device numbers rather than torch.device objects, which are slow to make and to hash.
     found: list[Any] = [
         q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype,
-        q.device, k.device, v.device, precision,
+        device, k.get_device(), v.get_device(), precision,
     ]  # fmt: skip
     if type(scale) in (float, int):
         found.append(scale)
@@ -55,13 +57,13 @@ def kind_of(
     if type(q_offset) is not int or not 0 <= q_offset <= SMALL - q.shape[2]:
         return None
     if kv_lens is not None:
-        found += (kv_lens.shape, kv_lens.stride(), kv_lens.dtype, kv_lens.device)
+        found += (kv_lens.shape, kv_lens.stride(), kv_lens.dtype, kv_lens.get_device())
     for value in values:
         kind = type(value)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             if grad and value.requires_grad:
                 return None
-            found += (value.shape, value.stride(), value.dtype, value.device)
+            found += (value.shape, value.stride(), value.dtype, value.get_device())
         elif kind is int and -SMALL <= value <= SMALL:
             found.append(int)
         elif kind is float or kind is bool:
@@ -76,10 +78,11 @@ class Warm:
     """What a call of one kind still has to do."""
 
     launcher: Launcher
-    programs: int
-    values: tuple[Any, ...]  # arguments, with holes for what changes
-    captures: tuple[int, ...]  # the argument of each capture
+    grid: tuple[int, int, int]
+    values: tuple[Any, ...]  # the arguments, with holes for what changes
+    captures: tuple[int, ...]  # which argument each capture is
     lse_shape: tuple[int, ...]
+    spare_lse: torch.Tensor | None  # written where nobody reads the lse
     out_like_q: bool
     v_head_dim: int
     device: int
@@ -92,20 +95,28 @@ class Warm:
         q_offset: int,
         kv_lens: torch.Tensor | None,
         captures: Sequence[Value],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse)."""
+        *,
+        return_lse: bool,
+    ) -> Any:
+        """out, or (out, lse)."""
         out = torch.empty_like(q) if self.out_like_q else empty_like_q(q, self.v_head_dim)
-        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device)
-        values = list(self.values)
-        values[:5] = q, k, v, out, lse
+        lse = None if return_lse else self.spare_lse
+        if lse is None:
+            lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device)
+        values = [q, k, v, out, lse, *self.values]
         values[Q_OFFSET] = q_offset
         if kv_lens is not None:
             values[KV_LENS] = kv_lens
         for position, value in zip(self.captures, captures, strict=True):
             values[position] = value
-        stream = current_stream(self.device)
-        self.launcher.launch((self.programs, 1, 1), stream, values)
-        return out, lse
+        launch = self.launcher.prepare(values, self.device)
+        launch.launch(self.grid, current_stream(self.device))
+        return (out, lse) if return_lse else out
+
+
+# The largest lse, in bytes, that a kind of call keeps to itself. On small problems an allocation
+# costs as much as the launch; on large ones nobody notices it.
+SPARE_LSE = 2**16
 
 
 def warm(inputs: Inputs, bound: tuple[Bound, ...], ready: Ready) -> Warm | None:
@@ -122,15 +133,18 @@ def warm(inputs: Inputs, bound: tuple[Bound, ...], ready: Ready) -> Warm | None:
         return None
     out = empty_like_q(inputs.q, inputs.v.shape[3])
     lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device=inputs.q.device)
-    values = arguments(inputs, bound, out, lse)
-    values[:5] = [None] * 5
     like_q = torch.empty_like(inputs.q)
     return Warm(
         ready.launcher,
-        programs(ready.block_m, inputs),
-        tuple(values),
+        (programs(ready.block_m, inputs), 1, 1),
+        # Without the tensors of this call, which would be kept alive.
+        tuple(
+            None if isinstance(x, torch.Tensor) else x
+            for x in arguments(inputs, bound, out, lse)[5:]
+        ),
         _positions(inputs, bound),
         tuple(lse.shape),
+        lse if 4 * lse.numel() <= SPARE_LSE else None,
         (like_q.shape, like_q.stride()) == (out.shape, out.stride()),
         inputs.v.shape[3],
         device,

@@ -158,6 +158,12 @@ def test_only_the_steps_that_are_called_are_copied() -> None:
         assert "def ilog2" not in text and "def load" not in text and "def remainder" not in text
 
 
+def test_generic_element_types_are_assumed() -> None:
+    attn = parse("variant v(t: float[Lk], d: int[L], k: bool[Lk]) { score s + t[j] mask d[j] == d[i] and k[j] }")
+    for target in ("cuda:90", "cpu"):
+        ast.parse(attn.source(head_dim=64, target=target))
+
+
 def test_equal_plans_give_equal_text() -> None:
     assert texts(variants.t5_bias) == texts(variants.t5_bias)
 

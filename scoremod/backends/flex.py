@@ -101,7 +101,9 @@ def _load(context: Context, node: Expr, args: Sequence[Text]) -> Text:
         picks = [_unshared(context, a) if is_fixed else ":" for a, is_fixed in pairs]
         axes = [k for k in axes if not fixed[k]]
         name = f"{table}_part_{len(context.prologue)}"
-        table = context.prologue.setdefault(f"{table}[{', '.join(picks)}]", name)
+        # Compiled for CPUs, FlexAttention fails on several views of one table.
+        part = f"{table}[{', '.join(picks)}].contiguous()"
+        table = context.prologue.setdefault(part, name)
     conditions, places = [], []
     for axis, k in enumerate(axes):
         text, length = args[k][0], f"{table}.shape[{axis}]"
