@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from scoremod import Variant, variants
-from scoremod.attend_triton import compiled, options
+from scoremod.attend_triton import options, stored
 from scoremod.inputs import check_inputs
 from scoremod.ir.capture import Kind
 from scoremod.launch import device
@@ -113,7 +113,8 @@ def compile_one(job: tuple[str, str, Shape, Any]) -> None:
         q, k, v, scale=None, q_offset=shape.q_offset, kv_lens=None, precision="auto"
     )
     program, bound = variant._bind(draw(variant, shape), given.sizes, q.device)
-    compiled(variant._type(program, bound), options(given, bound), target)
+    known = variant._type(program, bound)
+    stored(known, options(known, given, bound), target)
 
 
 def compare(name: str, dtype: str, shape: Shape) -> Row:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import functools
-import io
 import json
 import os
 import pstats
@@ -197,11 +196,10 @@ def profile_part() -> dict[str, Any]:
             for _ in range(PROFILED):
                 variant(q, k, v, **captures)
             profiler.disable()
-        text = io.StringIO()
-        stats = pstats.Stats(profiler, stream=text).strip_dirs()
-        stats.sort_stats("cumulative").print_stats(SHOWN)
-        print(f"\n{PROFILED} warm calls of {name}\n{text.getvalue()}", flush=True)
-        found[name] = rows(stats)
+        found[name] = rows(pstats.Stats(profiler).strip_dirs())
+        print(f"\n{PROFILED} warm calls of {name}, per call\n    own us  total us  calls  function")
+        for x in found[name]:
+            print(f"  {x['own_us']:8.2f}  {x['total_us']:8.2f}  {x['calls']:5.1f}  {x['place']}")
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import attend_triton, attention, explain, reference, sources
+from . import attention, explain, reference, sources
 from .analysis.tiles import TileMap, classify
 from .binding import Bound, Sizes, bind, check_names
 from .errors import (
@@ -141,8 +141,7 @@ class Variant:
         self, kind: KindOfCall, program: Program, inputs: Inputs, bound: tuple[Bound, ...]
     ) -> None:
         """Keep what later calls of this kind need; a sweep of shapes does not pile up."""
-        ready = attend_triton.ready(self._type(program, bound), inputs, bound)
-        found = warm(inputs, bound, ready)
+        found = warm(self._type(program, bound), inputs, bound)
         if found is not None:
             if len(self._warm) >= MAX_WARM:
                 self._warm.clear()

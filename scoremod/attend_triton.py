@@ -6,9 +6,10 @@ from the call's sizes, strides and values, and a new length or scalar never comp
 
 from __future__ import annotations
 
-import os
+import functools
 import tempfile
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,23 @@ from .errors import BackendUnavailable
 from .inputs import Inputs, empty_like_q
 from .ir.capture import Kind
 from .ir.ops import Type
-from .launch import HipLauncher, Launcher, current_stream, device, launcher
+from .launch import HipLauncher, Launcher, current_stream, launcher
+from .launch import device as gpu
 from .plan import Typed
-from .plan_triton import ELEMENT_BYTES, SMALL, Options, TritonPlan, tiles_of, triton_plan
+from .plan_triton import (
+    CHUNK,
+    ELEMENT_BYTES,
+    LIST_ARGUMENTS,
+    LIST_BLOCK,
+    SMALL,
+    Options,
+    StructurePlan,
+    TritonPlan,
+    needs_lists,
+    structure_plan,
+    tiles_of,
+    triton_plan,
+)
 from .render import render
 from .target import INTERPRETER, Target
 
@@ -34,7 +49,7 @@ INT32_MAX = 2**31 - 1
 SHORT = 16
 
 
-def options(inputs: Inputs, bound: tuple[Bound, ...]) -> Options:
+def options(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Options:
     """The kernel variant that serves a call."""
     q, k, v = inputs.q, inputs.k, inputs.v
     dtype = ELEMENT_OF[q.dtype]
@@ -53,6 +68,8 @@ def options(inputs: Inputs, bound: tuple[Bound, ...]) -> Options:
         aligned=all(_is_aligned(x, ELEMENT_BYTES[dtype]) for x in (q, k, v))
         and v.shape[3] * ELEMENT_BYTES[dtype] % 16 == 0,  # the output's rows too
         short=q.shape[2] <= SHORT,
+        # With few queries, looking at the tiles first costs as much as the attention.
+        lists=q.shape[2] > SHORT and needs_lists(program),
         has_kv_lens=inputs.kv_lens is not None,
         offset_per_batch=isinstance(inputs.q_offset, torch.Tensor),
         scale_in_memory=in_memory,
@@ -84,43 +101,40 @@ def unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
+Run = Callable[[int, Sequence[Any]], None]  # programs and arguments
+
+
 @dataclass(frozen=True)
 class Ready:
-    """A kernel that is loaded: its q tile, and how to launch it."""
+    """A kernel that can be launched, with its q and kv tile."""
 
+    run: Run
     block_m: int
-    launcher: Launcher | HipLauncher
-
-
-# Kernels found so far, so that a warm call hashes no program.
-_READY: dict[tuple[int, Options, int], tuple[Typed, Ready]] = {}
+    block_n: int
+    launcher: Launcher | HipLauncher | None = None  # None in Triton's interpreter
 
 
 def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[Any, Any]:
     """Attention on a GPU, or in Triton's interpreter for tensors on the CPU: (out, lse)."""
-    chosen = options(inputs, bound)
-    out = empty_like_q(inputs.q, inputs.v.shape[3])
-    lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device=inputs.q.device)
-    values = arguments(inputs, bound, out, lse)
-    if inputs.q.device.type != "cuda":
-        plan = triton_plan(program, chosen, INTERPRETER)
-        grid = programs(plan.tile.block_m, inputs)
+    with on_device(inputs.q):
+        chosen = options(program, inputs, bound)
+        kernel = forward(program, chosen, inputs.q.device)
+        out = empty_like_q(inputs.q, inputs.v.shape[3])
+        lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device=inputs.q.device)
+        grid = programs(kernel.block_m, inputs)
         if grid:
-            interpreted(source(plan))[(grid,)](*values, **plan.constants)
-        return out, lse
-    index = inputs.q.device.index
-    with torch.cuda.device(index) if index != torch.cuda.current_device() else nullcontext():
-        ready = kernel_of(program, chosen, index)
-        grid = programs(ready.block_m, inputs)
-        ready.launcher.launch((grid, 1, 1), current_stream(index), values)
+            values = arguments(inputs, bound, out, lse)
+            if chosen.lists:
+                values += tile_lists(program, chosen, inputs, bound, kernel)
+            kernel.run(grid, values)
     return out, lse
 
 
-def ready(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Ready:
-    """The kernel that serves a call on a GPU."""
-    index = inputs.q.device.index
-    with torch.cuda.device(index):
-        return kernel_of(program, options(inputs, bound), index)
+def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Make the GPU of a tensor the current one."""
+    if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return nullcontext()
 
 
 def programs(block_m: int, inputs: Inputs) -> int:
@@ -129,37 +143,170 @@ def programs(block_m: int, inputs: Inputs) -> int:
     return -(-q_len // block_m) * batch * q_heads
 
 
-def kernel_of(program: Typed, chosen: Options, index: int) -> Ready:
-    """The kernel for a GPU: from memory, from the disk cache, or compiled."""
-    found = _READY.get((id(program), chosen, index))
+# -- tile structure ----------------------------------------------------------------------------
+
+
+def tile_lists(
+    program: Typed, chosen: Options, inputs: Inputs, bound: tuple[Bound, ...], kernel: Ready
+) -> list[Any]:
+    """List the kv tiles of each q tile; gives the arguments that the attention reads them by."""
+    device, names = inputs.q.device, program.given_mask.names
+    per_batch = "b" in names or chosen.has_kv_lens or chosen.offset_per_batch
+    structures_b = inputs.q.shape[0] if per_batch else 1
+    structures_h = inputs.q.shape[1] if names & {"h", "hk"} else 1
+    q_tiles = -(-inputs.q.shape[2] // kernel.block_m)
+    kv_tiles = -(-inputs.k.shape[2] // kernel.block_n)
+    rows = structures_b * structures_h * q_tiles
+    kinds = torch.empty((rows, kv_tiles), dtype=torch.uint8, device=device)
+    lists = torch.empty((rows, kv_tiles), dtype=torch.int32, device=device)
+    counts = torch.empty((rows, 2), dtype=torch.int32, device=device)
+    if kv_tiles:
+        sizes = (inputs.q.shape[2], inputs.k.shape[2], inputs.gqa_group, structures_h)
+        look, write = structure_kernels(program, chosen, kernel, device)
+        shared = shared_values(inputs, bound)
+        look.run(rows * -(-kv_tiles // CHUNK), [kinds, *sizes, *shared])
+    else:
+        write = structure_kernels(program, chosen, kernel, device)[1]
+    write.run(rows, [kinds, lists, counts, kv_tiles])
+    return [lists, counts, structures_h if per_batch else 0, 1 if structures_h > 1 else 0]
+
+
+def structure_kernels(
+    program: Typed, chosen: Options, kernel: Ready, device: torch.device
+) -> tuple[Ready, Ready]:
+    """`tile_kinds`, which looks at the tiles, and `list_tiles`, which writes them down."""
+    blocks = kernel.block_m, kernel.block_n
+
+    def plan(target: Target) -> StructurePlan:
+        return structure_plan(program, chosen, target, *blocks)
+
+    def text(target: Target) -> str:
+        return render("tile_structure.py", plan(target), TRITON)
+
+    # What of the options matters to the mask; so that dtypes and head dims share the kernel.
+    shared = (chosen.small, chosen.wide_offsets, chosen.has_kv_lens, chosen.offset_per_batch)
+    look = _prepared(
+        ("tile_kinds", program.canonical, shared, blocks),
+        device,
+        blocks,
+        lambda target: compile_structure(text(target), "tile_kinds", plan(target)),
+        lambda: (text(INTERPRETER), "tile_kinds", plan(INTERPRETER).constants),
+    )
+    write = _prepared(
+        ("list_tiles",),
+        device,
+        blocks,
+        lambda target: compile_structure(text(target), "list_tiles", plan(target)),
+        lambda: (text(INTERPRETER), "list_tiles", {"BLOCK": LIST_BLOCK}),
+    )
+    return look, write
+
+
+def compile_structure(text: str, entry: str, plan: StructurePlan) -> Kernel:
+    """Compile one of the two kernels of a rendered structure."""
+    look = entry == "tile_kinds"
+    return compile_kernel(
+        text,
+        entry,
+        plan.arguments if look else LIST_ARGUMENTS,
+        plan.constants if look else {"BLOCK": LIST_BLOCK},
+        plan.target,
+        num_warps=4,
+        num_stages=1,
+        aligned=False,
+        fp_fusion=fp_fusion(plan),
+    )
+
+
+# -- kernels -----------------------------------------------------------------------------------
+
+
+def forward(program: Typed, chosen: Options, device: torch.device) -> Ready:
+    """The attention kernel for a device."""
+
+    def build(target: Target) -> Kernel:
+        return compile_forward(program, chosen, target)
+
+    def interpreted_text() -> tuple[str, str, dict[str, int]]:
+        plan = triton_plan(program, chosen, INTERPRETER)
+        return source(plan), "attention_fwd", plan.constants
+
+    return _prepared(
+        ("attention_fwd", program.canonical, chosen), device, None, build, interpreted_text
+    )
+
+
+# Kernels found so far, by what decides them and where they run.
+_READY: dict[tuple[object, ...], Ready] = {}
+
+
+def _prepared(
+    what: tuple[object, ...],
+    device: torch.device,
+    blocks: tuple[int, int] | None,
+    build: Callable[[Target], Kernel],
+    interpret: Callable[[], tuple[str, str, dict[str, int]]],
+) -> Ready:
+    """A kernel from memory, from the disk cache, compiled, or in the interpreter."""
+    found = _READY.get((what, device))
     if found is None:
-        target = device(index)
-        kernel = compiled(program, chosen, target)
-        ready = Ready(dict(kernel.constants)["BLOCK_M"], launcher(kernel))
-        # The program is kept, so that its id stays its own.
-        found = _READY[id(program), chosen, index] = (program, ready)
-    return found[1]
+        if device.type == "cuda":
+            found = _on_gpu(what, device, blocks, build)
+        else:
+            found = _interpreted(blocks, *interpret())
+        _READY[what, device] = found
+    return found
 
 
-def compiled(program: Typed, chosen: Options, target: Target) -> Kernel:
-    """The compiled kernel; simplified, rendered and compiled only if it is not stored."""
+def _on_gpu(
+    what: tuple[object, ...],
+    device: torch.device,
+    blocks: tuple[int, int] | None,
+    build: Callable[[Target], Kernel],
+) -> Ready:
+    target = gpu(device.index)
+    name = key(fingerprint(), what, target)
+    kernel = CACHE.get_or_compile(name, lambda: build(target))
+    constants, launching = dict(kernel.constants), launcher(kernel)
+    block_m, block_n = blocks or (constants["BLOCK_M"], constants["BLOCK_N"])
 
-    def build() -> Kernel:
-        for tile in tiles_of(chosen, target):
-            kernel = compile_plan(triton_plan(program, chosen, target, tile))
-            # A table of pairs is prefetched through shared memory too, which no table foresees.
-            if kernel.shared <= target.shared:
-                return kernel
-        raise BackendUnavailable(
-            f"no tile of `{program.name}` fits the {target.shared} bytes of shared memory of {target}"
-        )
+    def run(grid: int, values: Sequence[Any]) -> None:
+        launching.launch((grid, 1, 1), current_stream(device.index), values)
 
-    name = key(fingerprint(), "attention_fwd", program.canonical, chosen, target)
-    return CACHE.get_or_compile(name, build)
+    return Ready(run, block_m, block_n, launching)
+
+
+def _interpreted(
+    blocks: tuple[int, int] | None, text: str, entry: str, constants: dict[str, int]
+) -> Ready:
+    # A folder of this process alone: what lies in it is executed.
+    folder = Path(_interpreter_folder().name)
+    kernel = getattr(TRITON.compile(text, folder), entry)
+    block_m, block_n = blocks or (constants["BLOCK_M"], constants["BLOCK_N"])
+    return Ready(
+        lambda grid, values: kernel[(grid,)](*values, **constants), block_m, block_n
+    )
+
+
+@functools.cache
+def _interpreter_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="scoremod-")
+
+
+def compile_forward(program: Typed, chosen: Options, target: Target) -> Kernel:
+    """Compile the attention kernel, with a smaller tile where the score needs more memory."""
+    for tile in tiles_of(program, chosen, target):
+        kernel = compile_plan(triton_plan(program, chosen, target, tile))
+        # A table of pairs is prefetched through shared memory too, which no table foresees.
+        if kernel.shared <= target.shared:
+            return kernel
+    raise BackendUnavailable(
+        f"no tile of `{program.name}` fits the {target.shared} bytes of shared memory of {target}"
+    )
 
 
 def compile_plan(plan: TritonPlan) -> Kernel:
-    """Render and compile, without cache."""
+    """Render and compile one plan."""
     return compile_kernel(
         source(plan),
         "attention_fwd",
@@ -178,15 +325,13 @@ def source(plan: TritonPlan) -> str:
     return render("attention_fwd.py", plan, TRITON)
 
 
-_INTERPRETED: dict[str, Any] = {}
+def stored(program: Typed, chosen: Options, target: Target) -> None:
+    """Put the attention kernel into the cache; needs no GPU."""
+    name = key(fingerprint(), ("attention_fwd", program.canonical, chosen), target)
+    CACHE.get_or_compile(name, lambda: compile_forward(program, chosen, target))
 
 
-def interpreted(text: str) -> Any:
-    """The kernel in Triton's interpreter, to be called as kernel[grid](...)."""
-    if text not in _INTERPRETED:
-        folder = Path(tempfile.gettempdir()) / f"scoremod_interpreter_{os.getuid()}"
-        _INTERPRETED[text] = TRITON.compile(text, folder).attention_fwd
-    return _INTERPRETED[text]
+# -- arguments ---------------------------------------------------------------------------------
 
 
 def arguments(
@@ -201,7 +346,12 @@ def arguments(
         values += x.stride()[:3]
     values += [q.shape[2], k.shape[2], q.shape[1], inputs.gqa_group]
     values.append(_in_float32(inputs.scale))
-    values.append(_in_int32(inputs.q_offset))
+    return values + shared_values(inputs, bound)
+
+
+def shared_values(inputs: Inputs, bound: tuple[Bound, ...]) -> list[Any]:
+    """The values of `plan_triton.shared_arguments`."""
+    values = [_in_int32(inputs.q_offset)]
     if inputs.kv_lens is not None:
         values.append(_in_int32(inputs.kv_lens))
     for item in bound:

@@ -13,6 +13,7 @@ from .ir.ops import Op, Type
 from .passes.fold import base2
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
 from .target import Target, Tile, choose_tiles
+from .variant import S
 
 # Lengths, offsets and int scalars below this are computed with in 32 bits.
 SMALL = 2**24
@@ -35,6 +36,7 @@ class Options:
     offset_per_batch: bool = False
     scale_in_memory: bool = False
     positive_scale: bool = True
+    lists: bool = False  # the kv tiles of each q tile are listed in memory
 
 
 @dataclass(frozen=True)
@@ -102,21 +104,17 @@ class LoadMask:
 class Segment:
     """A loop over kv tiles of one kind."""
 
-    kind: str  # "full", "partial", or "runs" for the tiles of several pieces
+    kind: str  # a key of TITLES
     load_k: LoadMask
     load_v: LoadMask
 
     @property
     def title(self) -> str:
-        return {
-            "full": "full tiles: every pair attends",
-            "partial": "partial tiles: masked pair by pair",
-            "runs": "visible tiles, run after run: masked pair by pair",
-        }[self.kind]
+        return TITLES[self.kind]
 
     @property
     def masked(self) -> bool:
-        return self.kind != "full"
+        return self.kind not in ("full", "full_list")
 
     @property
     def full(self) -> bool:
@@ -127,8 +125,26 @@ class Segment:
         return self.kind == "partial"
 
     @property
+    def full_list(self) -> bool:
+        return self.kind == "full_list"
+
+    @property
+    def partial_list(self) -> bool:
+        return self.kind == "partial_list"
+
+    @property
     def runs(self) -> bool:
+        """The tiles of several pieces of the mask."""
         return self.kind == "runs"
+
+
+TITLES = {
+    "full": "full tiles: every pair attends",
+    "partial": "partial tiles: masked pair by pair",
+    "full_list": "full tiles of the list: every pair attends",
+    "partial_list": "partial tiles of the list: masked pair by pair",
+    "runs": "visible tiles, run after run: masked pair by pair",
+}
 
 
 @dataclass(frozen=True)
@@ -160,6 +176,10 @@ class TritonPlan:
     def one_range(self) -> bool:
         """Whether the mask is one range of keys per query, so that full tiles are known."""
         return len(self.runs) == 1 and any(s.full for s in self.kv_segments)
+
+    @property
+    def lists(self) -> bool:
+        return self.options.lists
 
     @property
     def many_runs(self) -> bool:
@@ -236,12 +256,9 @@ def triton_plan(
         )
     mask = program.mask_function
     pieces = solve(program.mask, "j") if mask is not None else ()
-    runs = tuple(
-        Run(kv_range(piece, f"{program.name}_keys_{k}", program.params), k)
-        for k, piece in enumerate(pieces)
-    )
+    runs = () if options.lists else runs_of(program, pieces)
     pad_d, pad_dv = block_d != options.head_dim, block_dv != options.v_head_dim
-    one_range = mask is None or (len(pieces) == 1 and pieces[0].is_pure)
+    kinds = segments_of(mask, pieces, options)
     return TritonPlan(
         title=f"Attention forward for `{program.name}`: portable Triton, {target}",
         comments=program.text,
@@ -252,17 +269,13 @@ def triton_plan(
         mask=mask,
         runs=runs,
         kv_segments=tuple(
-            Segment(kind, LoadMask(kind != "full", pad_d), LoadMask(kind != "full", pad_dv))
-            for kind in (("partial", "full") if one_range else ("runs",) if runs else ())
+            Segment(kind, LoadMask("full" not in kind, pad_d), LoadMask("full" not in kind, pad_dv))
+            for kind in kinds
         ),
         params=program.params,
         arguments=arguments(program.params, options),
-        scalars_in_memory=tuple(
-            Argument(p.name, computed_type(p))
-            for p in program.params
-            if p.kind is Kind.SCALAR and not p.by_value
-        ),
-        tile=tile or tiles_of(options, target)[0],
+        scalars_in_memory=scalars_in_memory(program.params),
+        tile=tile or tiles_of(program, options, target)[0],
         block_d=block_d,
         block_dv=block_dv,
     )
@@ -273,15 +286,117 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def tiles_of(options: Options, target: Target) -> tuple[Tile, ...]:
+def tiles_of(program: Typed, options: Options, target: Target) -> tuple[Tile, ...]:
     """The tile of a kernel variant, and smaller ones for a score that needs more memory."""
+    two_sided = any(piece.los and piece.his for piece in solve(program.mask, "j"))
     return choose_tiles(
         padded(options.head_dim),
         padded(options.v_head_dim),
         ELEMENT_BYTES[options.dtype],
         target,
         short=options.short,
+        plain=program.score == S and not two_sided and not options.lists,
     )
+
+
+def needs_lists(program: Typed) -> bool:
+    """Whether half-lines alone do not say which tiles a mask leaves.
+
+    It looks at the mask as given, so that a stored kernel is found without simplifying.
+    """
+    return any(not piece.is_pure for piece in solve(program.given_mask, "j"))
+
+
+def runs_of(program: Typed, pieces: tuple[Piece, ...]) -> tuple[Run, ...]:
+    """The runs of visible tiles, one for each piece of the mask."""
+    return tuple(
+        Run(kv_range(piece, f"{program.name}_keys_{k}", program.params), k)
+        for k, piece in enumerate(pieces)
+    )
+
+
+def segments_of(
+    mask: DeviceFunction | None, pieces: tuple[Piece, ...], options: Options
+) -> tuple[str, ...]:
+    """The loops of the kernel, by kind of tile."""
+    if options.lists:
+        return ("partial_list", "full_list")
+    if mask is None or (len(pieces) == 1 and pieces[0].is_pure):
+        return ("partial", "full")
+    return ("runs",) if pieces else ()
+
+
+@dataclass(frozen=True)
+class StructurePlan:
+    """The kernels that list the kv tiles of each q tile."""
+
+    title: str
+    comments: tuple[str, ...]
+    target: Target
+    options: Options
+    functions: tuple[DeviceFunction, ...]
+    mask: DeviceFunction
+    runs: tuple[Run, ...]
+    params: tuple[Param, ...]
+    arguments: tuple[Argument, ...]
+    scalars_in_memory: tuple[Argument, ...]
+    block_m: int
+    block_n: int
+
+    @property
+    def no_runs(self) -> bool:
+        return not self.runs
+
+    @property
+    def exact(self) -> bool:
+        """What decides a pair is computed exactly whatever the precision of the score."""
+        return True
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "CHUNK": CHUNK}
+
+
+# kv tiles that one program looks at, and entries of a row that one step of the list holds.
+CHUNK, LIST_BLOCK = 8, 1024
+LIST_ARGUMENTS = (
+    Argument("kinds", "*u8"),
+    Argument("tile_lists", "*i32"),
+    Argument("tile_counts", "*i32"),
+    Argument("kv_tiles", "i32"),
+)
+
+
+def structure_plan(
+    program: Typed, options: Options, target: Target, block_m: int, block_n: int
+) -> StructurePlan:
+    """Decide the kernels that list tiles of BLOCK_M queries and BLOCK_N keys."""
+    program = with_kernel_names(program, "triton")
+    mask = program.mask_function or DeviceFunction(
+        f"{program.name}_mask", program.params, (program.mask,), "Whether a pair attends."
+    )
+    runs = runs_of(program, solve(program.mask, "j"))
+    return StructurePlan(
+        title=f"Which kv tiles `{program.name}` leaves: portable Triton, {target}",
+        comments=program.text,
+        target=target,
+        options=options,
+        functions=(mask, *(r.range for r in runs)),
+        mask=mask,
+        runs=runs,
+        params=program.params,
+        arguments=structure_arguments(program.params, options),
+        scalars_in_memory=scalars_in_memory(program.params),
+        block_m=block_m,
+        block_n=block_n,
+    )
+
+
+def structure_arguments(params: tuple[Param, ...], options: Options) -> tuple[Argument, ...]:
+    """The run-time arguments of `tile_kinds`, in order."""
+    found = [Argument("kinds", "*u8")]
+    found += [Argument(n, "i32") for n in ("q_len", "kv_len", "gqa_group", "structures_h")]
+    return (*found, *shared_arguments(params, options))
 
 
 def kv_range(piece: Piece, name: str, params: tuple[Param, ...]) -> DeviceFunction:
@@ -361,12 +476,30 @@ def arguments(params: tuple[Param, ...], options: Options) -> tuple[Argument, ..
         found += [Argument(f"{name}_stride_{axis}", offset) for axis in ("b", "h", "l")]
     found += [Argument(name, "i32") for name in ("q_len", "kv_len", "q_heads", "gqa_group")]
     found.append(Argument("sm_scale", "*fp32" if options.scale_in_memory else "fp32"))
-    found.append(Argument("q_offset", "*i32" if options.offset_per_batch else "i32"))
+    found += shared_arguments(params, options)
+    if options.lists:
+        found += [Argument(name, "*i32") for name in ("tile_lists", "tile_counts")]
+        found += [Argument(f"structure_stride_{axis}", "i32") for axis in ("b", "h")]
+    return tuple(found)
+
+
+def shared_arguments(params: tuple[Param, ...], options: Options) -> list[Argument]:
+    """What the attention kernel and the one that looks at tiles both take."""
+    found = [Argument("q_offset", "*i32" if options.offset_per_batch else "i32")]
     if options.has_kv_lens:
         found.append(Argument("kv_lens", "*i32"))
     for param in params:
         found += param_arguments(param, options)
-    return tuple(found)
+    return found
+
+
+def scalars_in_memory(params: tuple[Param, ...]) -> tuple[Argument, ...]:
+    """Scalars that are passed as pointers, with the type that they are computed with."""
+    return tuple(
+        Argument(p.name, computed_type(p))
+        for p in params
+        if p.kind is Kind.SCALAR and not p.by_value
+    )
 
 
 def computed_type(param: Param) -> str:

@@ -88,13 +88,15 @@ class Tile:
 
 # (largest head dim, tile) for 16-bit inputs, for fp32 inputs. Each row says what was measured.
 _TILES_16: tuple[tuple[int, Tile], ...] = (
-    # H200, bf16, against FlexAttention: full 1.11, causal 1.11; 128x64 with 4 warps 1.06, 1.07.
-    (64, Tile(64, 128, 4, 3)),
-    # Full 1.08, causal 1.26; 128x128 with 8 warps 0.94, 1.14; 128x64 with 8 warps 0.98, 1.15.
+    # H200, bf16, against FlexAttention: window 1.10, softcap 3.14, ALiBi 1.22; 64x128: 0.90, 2.94, 1.13.
+    (64, Tile(64, 64, 4, 3)),
+    # Full 0.97..1.08, causal 1.16..1.26; 128x128 with 8 warps 0.94, 1.14; 128x64 with 8: 0.98, 1.15.
     (128, Tile(64, 64, 4, 3)),
     (256, Tile(64, 64, 8, 2)),
     (512, Tile(64, 32, 8, 1)),
 )
+# Where every tile has the same cheap work: full 1.07, causal 1.11; 64x64: 1.02, 1.07.
+_PLAIN_64 = Tile(64, 128, 4, 3)
 _TILES_32: tuple[tuple[int, Tile], ...] = (
     # IEEE products run on the CUDA cores: 8 warps keep the operands in registers, 4 spill 34 KB.
     (64, Tile(64, 32, 8, 2)),
@@ -105,22 +107,39 @@ _TILES_32: tuple[tuple[int, Tile], ...] = (
 
 
 def choose_tile(
-    head_dim: int, v_head_dim: int, element_bytes: int, target: Target, *, short: bool = False
+    head_dim: int,
+    v_head_dim: int,
+    element_bytes: int,
+    target: Target,
+    *,
+    short: bool = False,
+    plain: bool = False,
 ) -> Tile:
-    """The tile for padded head dims; stepped down until it fits the target's shared memory.
-
-    `short` is for calls with few queries, such as decoding.
-    """
-    return choose_tiles(head_dim, v_head_dim, element_bytes, target, short=short)[0]
+    """The best of `choose_tiles`."""
+    return choose_tiles(
+        head_dim, v_head_dim, element_bytes, target, short=short, plain=plain
+    )[0]
 
 
 def choose_tiles(
-    head_dim: int, v_head_dim: int, element_bytes: int, target: Target, *, short: bool = False
+    head_dim: int,
+    v_head_dim: int,
+    element_bytes: int,
+    target: Target,
+    *,
+    short: bool = False,
+    plain: bool = False,
 ) -> tuple[Tile, ...]:
-    """The tiles that fit, the best first; a captured table of pairs may need a later one."""
+    """The tiles for padded head dims that fit the target's shared memory, the best first.
+
+    `short` is for calls with few queries, such as decoding; `plain` for no score and a mask that
+    leaves long runs of full tiles. A captured table of pairs may need a later one.
+    """
     table = _TILES_16 if element_bytes == 2 else _TILES_32
     widest = max(head_dim, v_head_dim)
     tile = next((t for limit, t in table if widest <= limit), table[-1][1])
+    if plain and element_bytes == 2 and widest == 64:
+        tile = _PLAIN_64
     if short:
         tile = replace(tile, block_m=16, num_warps=4)
     tiles = tuple(

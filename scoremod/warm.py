@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from .attend_triton import Ready, arguments, programs
+from .attend_triton import arguments, forward, options, programs
 from .binding import Bound
 from .inputs import Inputs, empty_like_q
 from .ir.capture import Kind
 from .launch import Launcher, current_stream
+from .plan import Typed
 from .plan_triton import SMALL
 
 # Where `attend_triton.arguments` puts what changes from call to call, after q, k, v, out and lse.
@@ -119,10 +120,14 @@ class Warm:
 SPARE_LSE = 2**16
 
 
-def warm(inputs: Inputs, bound: tuple[Bound, ...], ready: Ready) -> Warm | None:
+def warm(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Warm | None:
     """What calls like this one will do; None where a call has to convert something each time."""
+    chosen = options(program, inputs, bound)
+    ready = forward(program, chosen, inputs.q.device)
     tensors = (inputs.q, inputs.k, inputs.v)
     if any(x.stride(3) != 1 for x in tensors) or not isinstance(ready.launcher, Launcher):
+        return None
+    if chosen.lists:  # lists are written anew at each call
         return None
     if inputs.kv_lens is not None and (
         inputs.kv_lens.dtype is not torch.int32 or inputs.kv_lens.stride() != (1,)
