@@ -14,7 +14,7 @@ HAS_TORCH := from importlib.metadata import version as v; \
 	import sys; sys.exit(tuple(map(int, v("torch").split(".")[:2])) < (2, 10))
 UNPINNED := grep -vE '^(torch|triton)=='
 
-.PHONY: demo test lint types pytest gpu-test clean
+.PHONY: demo test lint types pytest gpu-test compile-all clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -34,6 +34,10 @@ pytest: $(READY)
 
 gpu-test: $(READY)
 	$(BIN)/pytest -q -m gpu
+	$(BIN)/python benchmarks/accuracy.py
+
+compile-all: $(READY)
+	$(BIN)/pytest -q -n 2 -m compile_all tests/test_compile.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -33,13 +33,13 @@ def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[An
     batch, kv_heads = q.shape[0], k.shape[1]
     out = empty_like_q(q, v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float64 if float64 else torch.float32)
-    heads = (kv_heads, inputs.gqa_group)
+    heads = (batch, kv_heads, inputs.gqa_group)
     kernel(
-        q.detach().unflatten(1, heads),
+        q.detach().view(*heads, *q.shape[2:]),
         k.detach().expand(batch, -1, -1, -1),
         v.detach().expand(batch, -1, -1, -1),
-        out.unflatten(1, heads),
-        lse.unflatten(1, heads),
+        out.view(*heads, *out.shape[2:]),
+        lse.view(*heads, lse.shape[2]),
         inputs.scale,
         _per_batch(inputs.q_offset),
         _per_batch(inputs.kv_lens),
@@ -112,7 +112,8 @@ def _kinds(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> np.ndarr
     shape = (-(-q_len // block_m), -(-kv_len // block_n))
     structures = _structures(program, inputs)
     # A table broadcast to any length cannot be laid out for the analysis.
-    endless = any(x.param.rank and ANY_LENGTH in x.value.shape for x in bound)
+    tables = (x.value for x in bound if isinstance(x.value, torch.Tensor))
+    endless = any(ANY_LENGTH in table.shape for table in tables)
     if len(structures) > MAX_STRUCTURES or endless:
         return np.full(shape, PARTIAL, np.uint8)
     values = as_numpy(bound, float64=inputs.q.dtype is torch.float64)

@@ -78,7 +78,7 @@ def options(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Options
 
 
 def _is_small(inputs: Inputs, bound: tuple[Bound, ...]) -> bool:
-    """Whether lengths, offset and int scalars are below SMALL; what only the device knows is not."""
+    """Whether lengths, offset and int scalars are below SMALL, as far as the host knows."""
     if isinstance(inputs.q_offset, torch.Tensor):
         return False
     q_end = inputs.q_offset + inputs.q.shape[2]
@@ -279,13 +279,33 @@ def _on_gpu(
 def _interpreted(
     blocks: tuple[int, int] | None, text: str, entry: str, constants: dict[str, int]
 ) -> Ready:
+    mend_interpreter()
     # A folder of this process alone: what lies in it is executed.
     folder = Path(_interpreter_folder().name)
     kernel = getattr(TRITON.compile(text, folder), entry)
     block_m, block_n = blocks or (constants["BLOCK_M"], constants["BLOCK_N"])
-    return Ready(
-        lambda grid, values: kernel[(grid,)](*values, **constants), block_m, block_n
-    )
+    return Ready(lambda grid, values: kernel[(grid,)](*values, **constants), block_m, block_n)
+
+
+@functools.cache
+def mend_interpreter() -> None:
+    """Let Triton's interpreter take a comparison of scalars for a bool, as compiled code does.
+
+    Triton 3.6 gives it its operands' type, so that a tile filled with it holds numbers: `&`
+    refuses them if they are floats, and `~` turns 1 into -2.
+    """
+    from triton.language import int1
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    binary_op = InterpreterBuilder.binary_op
+
+    def mended(self: Any, left: Any, right: Any, op: Any) -> Any:
+        found = binary_op(self, left, right, op)
+        if found.data.dtype == bool:
+            found.dtype = int1
+        return found
+
+    InterpreterBuilder.binary_op = mended
 
 
 @functools.cache

@@ -208,14 +208,14 @@ def _fit(
     dims = found.dims
     if dims is None:
         if found.rank and value.ndim != found.rank:
-            raise _mismatch(found, f"has shape {tuple(value.shape)}, but is read with {found.rank} indices")
+            shape = tuple(value.shape)
+            raise _mismatch(found, f"has shape {shape}, but is read with {found.rank} indices")
         return value
     if value.ndim != len(dims):
-        raise _mismatch(found, f"has shape {tuple(value.shape)}: {value.ndim} dimensions, not {len(dims)}")
-    shape = []
-    for axis, dim in enumerate(dims):
-        shape.append(_fit_dim(found, value, axis, dim, sizes, agreed))
-    return value.expand(shape)
+        shape = tuple(value.shape)
+        raise _mismatch(found, f"has shape {shape}: {value.ndim} dimensions, not {len(dims)}")
+    lengths = [_fit_dim(found, value, axis, dim, sizes, agreed) for axis, dim in enumerate(dims)]
+    return value.expand(lengths)
 
 
 def _fit_dim(
@@ -231,14 +231,13 @@ def _fit_dim(
         return length
     if isinstance(dim, int):
         if length != dim:
-            raise _mismatch(found, f"has shape {tuple(value.shape)}: dimension {axis} must be {dim}")
+            shape = tuple(value.shape)
+            raise _mismatch(found, f"has shape {shape}: dimension {axis} must be {dim}")
         return length
     if dim not in KNOWN_DIMS:
         first, name = agreed.setdefault(dim, (length, found.name))
         if first != length:
-            raise _mismatch(
-                found, f"has {length} for {dim}, but `{name}` has {first} for it"
-            )
+            raise _mismatch(found, f"has {length} for {dim}, but `{name}` has {first} for it")
         return length
     need = sizes.need(dim)
     if length == 1:
@@ -256,5 +255,3 @@ def _mismatch(found: Capture, problem: str) -> CaptureMismatch:
         span=found.span,
         hint=f"it is declared as {found.declaration}",
     )
-
-

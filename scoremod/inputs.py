@@ -6,6 +6,7 @@ lse float32 [B, Hq, Lq], natural log.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -121,7 +122,7 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 def _checked_scale(scale: float | torch.Tensor | None, q: torch.Tensor) -> float | torch.Tensor:
     if scale is None:
-        return float(q.shape[3]) ** -0.5
+        return 1.0 / math.sqrt(q.shape[3])
     if isinstance(scale, torch.Tensor):
         if scale.ndim != 0 or not scale.is_floating_point():
             raise InputMismatch(f"scale must be a 0-d float tensor, not {tuple(scale.shape)}")
@@ -168,9 +169,11 @@ def _checked_lens(
 
 def empty_like_q(q: torch.Tensor, v_head_dim: int) -> torch.Tensor:
     """An output with q's dimension order in memory: a transposed view gives a transposed one."""
-    order = sorted(range(3), key=lambda axis: -q.stride(axis))
+    strides = q.stride()
+    order = sorted(range(3), key=lambda axis: -strides[axis])
     shape = (*q.shape[:3], v_head_dim)
-    out = torch.empty([*(shape[axis] for axis in order), v_head_dim], dtype=q.dtype, device=q.device)
+    sizes = [*(shape[axis] for axis in order), v_head_dim]
+    out = torch.empty(sizes, dtype=q.dtype, device=q.device)
     inverse = sorted(range(3), key=order.__getitem__)
     return out.permute(*inverse, 3)
 
@@ -186,7 +189,11 @@ def needs_grad(inputs: Inputs, bound: tuple[Bound, ...]) -> bool:
 def as_numpy(bound: tuple[Bound, ...], *, float64: bool = False) -> Mapping[str, Any]:
     """Captured values for the analysis on the host: NumPy arrays, floats rounded to float32."""
     return {
-        item.param.name: torch.as_tensor(item.value).detach().cpu().to(dtype_of(item, float64)).numpy()
+        item.param.name: torch.as_tensor(item.value)
+        .detach()
+        .cpu()
+        .to(dtype_of(item, float64))
+        .numpy()
         for item in bound
     }
 

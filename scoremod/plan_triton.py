@@ -51,7 +51,7 @@ class Argument:
 class Run:
     """The visible tiles of one piece of the mask, as names in the kernel."""
 
-    range: DeviceFunction | None
+    range: DeviceFunction
     number: int
 
     @property

@@ -88,9 +88,11 @@ class Tile:
 
 # (largest head dim, tile) for 16-bit inputs, for fp32 inputs. Each row says what was measured.
 _TILES_16: tuple[tuple[int, Tile], ...] = (
-    # H200, bf16, against FlexAttention: window 1.10, softcap 3.14, ALiBi 1.22; 64x128: 0.90, 2.94, 1.13.
+    # H200, bf16, against FlexAttention: window 1.10, softcap 3.14, ALiBi 1.22;
+    # 64x128: 0.90, 2.94, 1.13.
     (64, Tile(64, 64, 4, 3)),
-    # Full 0.97..1.08, causal 1.16..1.26; 128x128 with 8 warps 0.94, 1.14; 128x64 with 8: 0.98, 1.15.
+    # Full 0.97..1.08, causal 1.16..1.26;
+    # 128x128 with 8 warps 0.94, 1.14; 128x64 with 8 warps 0.98, 1.15.
     (128, Tile(64, 64, 4, 3)),
     (256, Tile(64, 64, 8, 2)),
     (512, Tile(64, 32, 8, 1)),
@@ -116,9 +118,7 @@ def choose_tile(
     plain: bool = False,
 ) -> Tile:
     """The best of `choose_tiles`."""
-    return choose_tiles(
-        head_dim, v_head_dim, element_bytes, target, short=short, plain=plain
-    )[0]
+    return choose_tiles(head_dim, v_head_dim, element_bytes, target, short=short, plain=plain)[0]
 
 
 def choose_tiles(

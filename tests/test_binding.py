@@ -288,7 +288,7 @@ def test_a_call_decides_an_open_type_and_its_operators() -> None:
 def test_a_condition_of_an_open_type() -> None:
     attn = parse("variant v(t) { mask t[j] }")
     compare(attn, QKV, "cpu", t=torch.arange(7) > 3)
-    with pytest.raises(ScoremodError, match="bool, but this is int"):
+    with pytest.raises(ScoremodError, match="bool condition, but this is int"):
         attn(*QKV, t=torch.arange(7))
 
 

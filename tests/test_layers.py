@@ -14,10 +14,14 @@ LAYERS = """
     frontend passes analysis
     origin
     variant
-    plan emit backends
+    plan
+    plan_triton emit backends
     render
     cache bundle launch
-    attention reference
+    binding
+    inputs
+    attend_cpu attend_triton
+    warm sources attention reference
     explain check
     api
     variants nn

@@ -159,7 +159,7 @@ def test_only_the_steps_that_are_called_are_copied() -> None:
 
 
 def test_generic_element_types_are_assumed() -> None:
-    attn = parse("variant v(t: float[Lk], d: int[L], k: bool[Lk]) { score s + t[j] mask d[j] == d[i] and k[j] }")
+    attn = parse("variant v(t: float[Lk], d: int[L], keep: bool[Lk]) { score s + t[j] mask d[j] == d[i] and keep[j] }")
     for target in ("cuda:90", "cpu"):
         ast.parse(attn.source(head_dim=64, target=target))
 
@@ -169,7 +169,7 @@ def test_equal_plans_give_equal_text() -> None:
 
 
 # Captures that are called like something in a kernel.
-@pytest.mark.parametrize("word", ["q", "acc", "load", "torch", "tl", "m_i", "where", "b_", "start_m", "o", "lse"])
+@pytest.mark.parametrize("word", ["offs_m", "acc", "load", "torch", "tl", "m_i", "where", "b_", "start_m", "o", "lse"])
 def test_a_capture_may_be_called_like_a_name_of_the_kernel(word: str) -> None:
     import torch
     from attention_cases import BACKENDS, Shape, compare, tensors

@@ -1,4 +1,4 @@
-"""What a backend is: a name, a folder of templates, how a function is spelled, and a way to compile text."""
+"""What a backend is: a name, templates, how a function is spelled, and how text is compiled."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from ..ir.expr import Expr, decides, postorder
 from ..ir.ops import Op, Type
 from ..ir.show import ATOM, BITAND, BITOR, BITXOR, COMPARE, PRODUCT, SUM, UNARY
 from ..plan import INDICES, DeviceFunction, Param
-from ..plan_triton import TritonPlan, launch_bounds
+from ..plan_triton import StructurePlan, TritonPlan, launch_bounds
 from .base import Backend
 
 INT32 = (-(2**31), 2**31 - 1)
@@ -36,7 +36,7 @@ INT32 = (-(2**31), 2**31 - 1)
 class Context:
     """What spelling one device function needs to know."""
 
-    plan: TritonPlan
+    plan: TritonPlan | StructurePlan
     bounds: Bounds
     strict: set[bytes] = field(default_factory=set)
     spelling: dict[Op, Spell] = field(default_factory=dict)
@@ -339,7 +339,7 @@ SPELLING: dict[Op, Rule] = {
 # -- device functions --------------------------------------------------------------------------
 
 
-def define(function: DeviceFunction, plan: TritonPlan) -> str:
+def define(function: DeviceFunction, plan: TritonPlan | StructurePlan) -> str:
     """The user's score, mask or key range as a jit function."""
     context = Context(plan, launch_bounds(plan.params, small=plan.options.small))
     context.strict = _strict(function.body)
@@ -350,7 +350,7 @@ def define(function: DeviceFunction, plan: TritonPlan) -> str:
     return "\n".join(["@triton.jit", head, f'    """{function.doc}"""', *body])
 
 
-def fp_fusion(plan: TritonPlan) -> bool:
+def fp_fusion(plan: TritonPlan | StructurePlan) -> bool:
     """Whether products and sums may be fused: not where they decide which pairs attend."""
     return not any(_has_strict_products(function.body) for function in plan.functions)
 
