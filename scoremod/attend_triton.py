@@ -36,7 +36,6 @@ from .plan_triton import (
     Options,
     StructurePlan,
     TritonPlan,
-    needs_lists,
     structure_plan,
     tiles_of,
     triton_plan,
@@ -69,7 +68,7 @@ def options(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Options
         and v.shape[3] * ELEMENT_BYTES[dtype] % 16 == 0,  # the output's rows too
         short=q.shape[2] <= SHORT,
         # With few queries, looking at the tiles first costs as much as the attention.
-        lists=q.shape[2] > SHORT and needs_lists(program),
+        lists=q.shape[2] > SHORT and not program.half_lines,
         has_kv_lens=inputs.kv_lens is not None,
         offset_per_batch=isinstance(inputs.q_offset, torch.Tensor),
         scale_in_memory=in_memory,
@@ -125,7 +124,8 @@ def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[An
         if grid:
             values = arguments(inputs, bound, out, lse)
             if chosen.lists:
-                values += tile_lists(program, chosen, inputs, bound, kernel)
+                found = structure(program, chosen, inputs, kernel)
+                values += found.lists(inputs.q.device, shared_values(inputs, bound))
             kernel.run(grid, values)
     return out, lse
 
@@ -146,29 +146,48 @@ def programs(block_m: int, inputs: Inputs) -> int:
 # -- tile structure ----------------------------------------------------------------------------
 
 
-def tile_lists(
-    program: Typed, chosen: Options, inputs: Inputs, bound: tuple[Bound, ...], kernel: Ready
-) -> list[Any]:
-    """List the kv tiles of each q tile; gives the arguments that the attention reads them by."""
-    device, names = inputs.q.device, program.given_mask.names
+@dataclass(frozen=True)
+class Structure:
+    """How to list the kv tiles of each q tile, for calls of one shape."""
+
+    look: Ready  # writes the kind of each tile
+    write: Ready  # writes the lists
+    rows: int  # q tiles, of all structures
+    kv_tiles: int
+    sizes: tuple[int, ...]
+    stride_b: int
+    stride_h: int
+
+    def lists(self, device: torch.device, shared: Sequence[Any]) -> list[Any]:
+        """Look and write; gives the arguments that the attention reads the lists by."""
+        shape = (self.rows, self.kv_tiles)
+        kinds = torch.empty(shape, dtype=torch.uint8, device=device)
+        lists = torch.empty(shape, dtype=torch.int32, device=device)
+        counts = torch.empty((self.rows, 2), dtype=torch.int32, device=device)
+        if self.kv_tiles:
+            self.look.run(self.rows * -(-self.kv_tiles // CHUNK), [kinds, *self.sizes, *shared])
+        self.write.run(self.rows, [kinds, lists, counts, self.kv_tiles])
+        return [lists, counts, self.stride_b, self.stride_h]
+
+
+def structure(program: Typed, chosen: Options, inputs: Inputs, kernel: Ready) -> Structure:
+    """The structure of a call: one for each batch and head that the mask reads."""
+    names = program.given_mask.names
     per_batch = "b" in names or chosen.has_kv_lens or chosen.offset_per_batch
-    structures_b = inputs.q.shape[0] if per_batch else 1
-    structures_h = inputs.q.shape[1] if names & {"h", "hk"} else 1
-    q_tiles = -(-inputs.q.shape[2] // kernel.block_m)
-    kv_tiles = -(-inputs.k.shape[2] // kernel.block_n)
-    rows = structures_b * structures_h * q_tiles
-    kinds = torch.empty((rows, kv_tiles), dtype=torch.uint8, device=device)
-    lists = torch.empty((rows, kv_tiles), dtype=torch.int32, device=device)
-    counts = torch.empty((rows, 2), dtype=torch.int32, device=device)
-    if kv_tiles:
-        sizes = (inputs.q.shape[2], inputs.k.shape[2], inputs.gqa_group, structures_h)
-        look, write = structure_kernels(program, chosen, kernel, device)
-        shared = shared_values(inputs, bound)
-        look.run(rows * -(-kv_tiles // CHUNK), [kinds, *sizes, *shared])
-    else:
-        write = structure_kernels(program, chosen, kernel, device)[1]
-    write.run(rows, [kinds, lists, counts, kv_tiles])
-    return [lists, counts, structures_h if per_batch else 0, 1 if structures_h > 1 else 0]
+    per_head = bool(names & {"h", "hk"})
+    structures_h = inputs.q.shape[1] if per_head else 1
+    q_len, kv_len = inputs.q.shape[2], inputs.k.shape[2]
+    q_tiles = -(-q_len // kernel.block_m)
+    look, write = structure_kernels(program, chosen, kernel, inputs.q.device)
+    return Structure(
+        look,
+        write,
+        (inputs.q.shape[0] if per_batch else 1) * structures_h * q_tiles,
+        -(-kv_len // kernel.block_n),
+        (q_len, kv_len, inputs.gqa_group, structures_h),
+        structures_h if per_batch else 0,
+        1 if per_head else 0,
+    )
 
 
 def structure_kernels(

@@ -9,6 +9,7 @@ import keyword
 import re
 from dataclasses import dataclass, replace
 
+from .analysis.ranges import solve
 from .ir.capture import ELEMENTS, Kind
 from .ir.expr import TRUE, Expr, require_bool, resolve
 from .ir.ops import Type
@@ -69,6 +70,14 @@ class Typed:
     def mask(self) -> Expr:
         """The simplified mask."""
         return simplify(self.given_mask)
+
+    @functools.cached_property
+    def half_lines(self) -> bool:
+        """Whether ranges of keys alone say which pairs attend.
+
+        Of the mask as given, so that a stored kernel is found without simplifying.
+        """
+        return all(piece.is_pure for piece in solve(self.given_mask, "j"))
 
     @functools.cached_property
     def canonical(self) -> tuple[object, ...]:
@@ -154,16 +163,27 @@ def assumed_params(program: Program, given: dict[str, str] | None = None) -> tup
     params = []
     for found in program.captures:
         element = given.get(found.name) or found.element or guesses.get(found.name, "f32")
+        if found.kind is Kind.TENSOR:
+            element = _STORED_AS.get(element, element)
         rank = len(found.dims) if found.dims is not None else found.rank
         params.append(Param(found.name, found.kind, element, rank))
     return tuple(params)
+
+
+# What a table declared as `int[...]` or `float[...]` is assumed to hold.
+_STORED_AS = {"int": "i32", "float": "f32"}
 
 
 def assumptions(
     program: Program, params: tuple[Param, ...], given: dict[str, str]
 ) -> tuple[str, ...]:
     """What was assumed of captures whose type a call decides, one line each."""
-    open_ = [c.name for c in program.captures if c.element is None and c.name not in given]
+    open_ = [
+        c.name
+        for c in program.captures
+        if (c.element is None or (c.kind is Kind.TENSOR and c.element in _STORED_AS))
+        and c.name not in given
+    ]
     return tuple(f"assumed: {p.name} holds {p.element}" for p in params if p.name in open_)
 
 

@@ -299,14 +299,6 @@ def tiles_of(program: Typed, options: Options, target: Target) -> tuple[Tile, ..
     )
 
 
-def needs_lists(program: Typed) -> bool:
-    """Whether half-lines alone do not say which tiles a mask leaves.
-
-    It looks at the mask as given, so that a stored kernel is found without simplifying.
-    """
-    return any(not piece.is_pure for piece in solve(program.given_mask, "j"))
-
-
 def runs_of(program: Typed, pieces: tuple[Piece, ...]) -> tuple[Run, ...]:
     """The runs of visible tiles, one for each piece of the mask."""
     return tuple(

@@ -9,7 +9,7 @@ from .binding import ELEMENT_OF, Bound
 from .errors import InputMismatch
 from .inputs import Inputs
 from .plan import Typed, cpu_plan
-from .plan_triton import ELEMENT_BYTES, Options, needs_lists, triton_plan
+from .plan_triton import ELEMENT_BYTES, Options, triton_plan
 from .target import parse_target
 
 _WORDS = {"f16": "f16", "fp16": "f16", "float16": "f16", "bfloat16": "bf16", "fp32": "f32"}
@@ -53,5 +53,5 @@ def of_shape(
         raise InputMismatch(f"kernels take f16, bf16 or f32, not {dtype}")
     if precision == "auto":
         precision = "exact" if dtype == "f32" else "fast"
-    options = Options(dtype, head_dim, v_head_dim, precision, lists=needs_lists(program))
+    options = Options(dtype, head_dim, v_head_dim, precision, lists=not program.half_lines)
     return attend_triton.source(triton_plan(program, options, parse_target(target)))

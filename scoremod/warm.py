@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .attend_triton import arguments, forward, options, programs
+from .attend_triton import Structure, arguments, forward, options, programs, structure
 from .binding import Bound
 from .inputs import Inputs, empty_like_q
 from .ir.capture import Kind
@@ -87,6 +87,7 @@ class Warm:
     out_like_q: bool
     v_head_dim: int
     device: int
+    structure: Structure | None
 
     def __call__(
         self,
@@ -110,6 +111,8 @@ class Warm:
             values[KV_LENS] = kv_lens
         for position, value in zip(self.captures, captures, strict=True):
             values[position] = value
+        if self.structure is not None:
+            values += self.structure.lists(q.device, values[Q_OFFSET:])
         launch = self.launcher.prepare(values, self.device)
         launch.launch(self.grid, current_stream(self.device))
         return (out, lse) if return_lse else out
@@ -126,8 +129,6 @@ def warm(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Warm | Non
     ready = forward(program, chosen, inputs.q.device)
     tensors = (inputs.q, inputs.k, inputs.v)
     if any(x.stride(3) != 1 for x in tensors) or not isinstance(ready.launcher, Launcher):
-        return None
-    if chosen.lists:  # lists are written anew at each call
         return None
     if inputs.kv_lens is not None and (
         inputs.kv_lens.dtype is not torch.int32 or inputs.kv_lens.stride() != (1,)
@@ -153,6 +154,7 @@ def warm(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Warm | Non
         (like_q.shape, like_q.stride()) == (out.shape, out.stride()),
         inputs.v.shape[3],
         device,
+        structure(program, chosen, inputs, ready) if chosen.lists else None,
     )
 
 

@@ -5,16 +5,27 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scoremod import parse, plan, variants
+import scoremod
+from scoremod import parse, variants
 from scoremod.attend_cpu import source as cpu_source
 from scoremod.attend_triton import source as triton_source
-from scoremod.plan import assumed_params, cpu_plan, typed
-from scoremod.plan_triton import Options, triton_plan
+from scoremod.backends.triton import TRITON
+from scoremod.plan import CpuPlan, assumed_params, cpu_plan, typed
+from scoremod.plan_triton import (
+    Options,
+    StructurePlan,
+    TritonPlan,
+    needs_lists,
+    structure_plan,
+    triton_plan,
+)
+from scoremod.render import render
 from scoremod.resources import path
 from scoremod.target import INTERPRETER, parse_target
 
@@ -51,15 +62,29 @@ def test_a_template_only_writes_a_plan_down(template: Path) -> None:
         assert re.fullmatch(r"\w+(\.\w+)*", value), value
 
 
+PLANS: dict[str, type[Any]] = {
+    "cpu/attention_fwd.py": CpuPlan,
+    "triton/attention_fwd.py": TritonPlan,
+    "triton/tile_structure.py": StructurePlan,
+}
+
+
 def test_every_template_has_a_plan_and_every_plan_a_template() -> None:
-    assert set(plan.TEMPLATES) == set(map(name, TEMPLATES))
+    assert set(PLANS) == set(map(name, TEMPLATES))
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=name)
+def test_a_template_names_fields_of_its_plan(template: Path) -> None:
+    made = PLANS[name(template)]
+    known = {f.name for f in fields(made)} | set(dir(made))
+    assert set(re.findall(r"\bplan\.(\w+)", template.read_text())) <= known
 
 
 @pytest.mark.parametrize("folder", sorted({t.parent for t in TEMPLATES}), ids=lambda f: f.name)
 def test_every_shared_step_is_used(folder: Path) -> None:
     steps = {n.name for n in ast.parse((folder / "tile.py").read_text()).body if isinstance(n, ast.FunctionDef)}
     texts = [(folder / "tile.py").read_text(), *(t.read_text() for t in folder.glob("*.jinja"))]
-    texts.append((Path(plan.__file__).parent / "backends" / f"{folder.name}.py").read_text())
+    texts.append((Path(scoremod.__file__).parent / "backends" / f"{folder.name}.py").read_text())
     for step in steps:
         # The spelling adds the number of indices, or the type, to a name.
         word = re.sub(r"_(\d|float)$", "_?", step)
@@ -95,7 +120,12 @@ def texts(variant: Any) -> list[str]:
         cpu_source(cpu_plan(known, float64=x, has_kv_lens=x)) for x in (False, True)
     ]
     for target in (INTERPRETER, parse_target("cuda:90"), parse_target("hip:gfx942")):
-        found += [triton_source(triton_plan(known, options, target)) for options in OPTIONS]
+        for options in OPTIONS:
+            options = replace(options, lists=needs_lists(known))
+            found.append(triton_source(triton_plan(known, options, target)))
+            if options.lists:
+                structure = structure_plan(known, options, target, 64, 32)
+                found.append(render("tile_structure.py", structure, TRITON))
     return found
 
 
@@ -133,7 +163,8 @@ def test_rendered_text_reads_well(said: str) -> None:
         assert "what the user wrote" in text
         assert all(line == line.rstrip() for line in text.splitlines())
         functions = [n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
-        assert functions[-1] == "attention_fwd" and len(set(functions)) == len(functions)
+        assert functions[-1] in ("attention_fwd", "list_tiles")
+        assert len(set(functions)) == len(functions)
 
 
 def test_the_users_functions_and_captures_are_named() -> None:

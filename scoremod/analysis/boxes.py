@@ -19,7 +19,7 @@ import numpy as np
 from ..ir.evaluate import Dtype, evaluate
 from ..ir.expr import Expr, capture, postorder, rewrite
 from ..ir.ops import Array, Op, Type
-from .facts import bounds, congruence, exact
+from .facts import bounds, exact
 from .interval import INTERVAL, Interval, bools, point
 from .linear import Sum, indices
 from .normal import INT_ZERO, negation, operands
@@ -156,7 +156,7 @@ def _sum(boxes: Boxes, e: Expr) -> Interval:
         x = _within_bounds(part, boxes.interval(part))
         # The whole sum fits in 64 bits, so no end of it overflows.
         lo, hi = lo + x.lo, hi + x.hi
-    return _inwards(e, Interval(lo, hi))
+    return Interval(lo, hi)
 
 
 def _within_bounds(e: Expr, x: Interval) -> Interval:
@@ -165,16 +165,6 @@ def _within_bounds(e: Expr, x: Interval) -> Interval:
         return x
     low, high = bounds(e)
     return Interval(np.maximum(x.lo, low), np.minimum(x.hi, high))
-
-
-def _inwards(e: Expr, x: Interval) -> Interval:
-    """Bounds moved to the residue class of `e`."""
-    m, r = congruence(e)
-    if m <= 1:
-        return x
-    open_ = (x.lo == np.iinfo(np.int64).min) | (x.hi == np.iinfo(np.int64).max)
-    lo, hi = x.lo + (r - x.lo) % m, x.hi - (x.hi - r) % m
-    return Interval(np.where(open_, x.lo, lo), np.where(open_, x.hi, hi))
 
 
 def _load(boxes: Boxes, e: Expr) -> Interval:
