@@ -199,6 +199,15 @@ class TritonPlan:
         return tuple(Pair(a, b) for a, b in itertools.pairwise(self.runs))
 
     @property
+    def places_ahead(self) -> bool:
+        """Whether the places of a tile are computed before the loops.
+
+        It saves 23 of 385 instructions a tile at head dim 128, but costs 24 registers, which at
+        head dim 64 take the third program from each multiprocessor (ALiBi: 1.22 -> 1.01).
+        """
+        return self.block_d >= 128
+
+    @property
     def plain_score(self) -> bool:
         return self.score is None
 
