@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .backends.compile_triton import Kernel, compile_kernel
-from .backends.triton import TRITON, fp_fusion
+from .backends.triton import TRITON, fp_fusion, mend_interpreter
 from .binding import ELEMENT_OF, Bound
 from .cache import CACHE, fingerprint, key
 from .errors import BackendUnavailable
@@ -28,10 +28,7 @@ from .launch import HipLauncher, Launcher, current_stream, launcher
 from .launch import device as gpu
 from .plan import Typed
 from .plan_triton import (
-    CHUNK,
     ELEMENT_BYTES,
-    LIST_ARGUMENTS,
-    LIST_BLOCK,
     SMALL,
     Options,
     StructurePlan,
@@ -67,6 +64,8 @@ def options(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Options
         aligned=all(_is_aligned(x, ELEMENT_BYTES[dtype]) for x in (q, k, v))
         and v.shape[3] * ELEMENT_BYTES[dtype] % 16 == 0,  # the output's rows too
         short=q.shape[2] <= SHORT,
+        # Lists bring a kernel of their own; a sweep of lengths is to compile two at most.
+        even=(q.shape[2] | k.shape[2]) % 16 == 0 and program.half_lines,
         # With few queries, looking at the tiles first costs as much as the attention.
         lists=q.shape[2] > SHORT and not program.half_lines,
         has_kv_lens=inputs.kv_lens is not None,
@@ -150,8 +149,7 @@ def programs(block_m: int, inputs: Inputs) -> int:
 class Structure:
     """How to list the kv tiles of each q tile, for calls of one shape."""
 
-    look: Ready  # writes the kind of each tile
-    write: Ready  # writes the lists
+    kernel: Ready
     rows: int  # q tiles, of all structures
     kv_tiles: int
     sizes: tuple[int, ...]
@@ -159,14 +157,10 @@ class Structure:
     stride_h: int
 
     def lists(self, device: torch.device, shared: Sequence[Any]) -> list[Any]:
-        """Look and write; gives the arguments that the attention reads the lists by."""
-        shape = (self.rows, self.kv_tiles)
-        kinds = torch.empty(shape, dtype=torch.uint8, device=device)
-        lists = torch.empty(shape, dtype=torch.int32, device=device)
+        """Look at the tiles; gives the arguments that the attention reads the lists by."""
+        lists = torch.empty((self.rows, self.kv_tiles), dtype=torch.int32, device=device)
         counts = torch.empty((self.rows, 2), dtype=torch.int32, device=device)
-        if self.kv_tiles:
-            self.look.run(self.rows * -(-self.kv_tiles // CHUNK), [kinds, *self.sizes, *shared])
-        self.write.run(self.rows, [kinds, lists, counts, self.kv_tiles])
+        self.kernel.run(self.rows, [lists, counts, *self.sizes, *shared])
         return [lists, counts, self.stride_b, self.stride_h]
 
 
@@ -178,10 +172,8 @@ def structure(program: Typed, chosen: Options, inputs: Inputs, kernel: Ready) ->
     structures_h = inputs.q.shape[1] if per_head else 1
     q_len, kv_len = inputs.q.shape[2], inputs.k.shape[2]
     q_tiles = -(-q_len // kernel.block_m)
-    look, write = structure_kernels(program, chosen, kernel, inputs.q.device)
     return Structure(
-        look,
-        write,
+        structure_kernel(program, chosen, kernel, inputs.q.device),
         (inputs.q.shape[0] if per_batch else 1) * structures_h * q_tiles,
         -(-kv_len // kernel.block_n),
         (q_len, kv_len, inputs.gqa_group, structures_h),
@@ -190,49 +182,45 @@ def structure(program: Typed, chosen: Options, inputs: Inputs, kernel: Ready) ->
     )
 
 
-def structure_kernels(
-    program: Typed, chosen: Options, kernel: Ready, device: torch.device
-) -> tuple[Ready, Ready]:
-    """`tile_kinds`, which looks at the tiles, and `list_tiles`, which writes them down."""
+def structure_kernel(program: Typed, chosen: Options, kernel: Ready, device: torch.device) -> Ready:
+    """The kernel that writes the lists."""
     blocks = kernel.block_m, kernel.block_n
 
-    def plan(target: Target) -> StructurePlan:
-        return structure_plan(program, chosen, target, *blocks)
+    def interpreted_text() -> tuple[str, str, dict[str, int]]:
+        plan = structure_plan(program, chosen, INTERPRETER, *blocks)
+        return structure_source(plan), "list_tiles", plan.constants
 
-    def text(target: Target) -> str:
-        return render("tile_structure.py", plan(target), TRITON)
-
-    # What of the options matters to the mask; so that dtypes and head dims share the kernel.
-    shared = (chosen.small, chosen.wide_offsets, chosen.has_kv_lens, chosen.offset_per_batch)
-    look = _prepared(
-        ("tile_kinds", program.canonical, shared, blocks),
+    return _prepared(
+        structure_key(program, chosen, blocks),
         device,
-        blocks,
-        lambda target: compile_structure(text(target), "tile_kinds", plan(target)),
-        lambda: (text(INTERPRETER), "tile_kinds", plan(INTERPRETER).constants),
+        lambda target: compile_structure(structure_plan(program, chosen, target, *blocks)),
+        interpreted_text,
     )
-    write = _prepared(
-        ("list_tiles",),
-        device,
-        blocks,
-        lambda target: compile_structure(text(target), "list_tiles", plan(target)),
-        lambda: (text(INTERPRETER), "list_tiles", {"BLOCK": LIST_BLOCK}),
-    )
-    return look, write
 
 
-def compile_structure(text: str, entry: str, plan: StructurePlan) -> Kernel:
-    """Compile one of the two kernels of a rendered structure."""
-    look = entry == "tile_kinds"
+def structure_key(program: Typed, chosen: Options, blocks: tuple[int, int]) -> tuple[object, ...]:
+    """What decides the kernel: dtypes, head dims and scores share it."""
+    flags = (chosen.small, chosen.wide_offsets, chosen.has_kv_lens, chosen.offset_per_batch)
+    return ("list_tiles", program.canonical, flags, blocks)
+
+
+def structure_source(plan: StructurePlan) -> str:
+    """The kernel's text."""
+    return render("tile_structure.py", plan, TRITON)
+
+
+def compile_structure(plan: StructurePlan) -> Kernel:
+    """Render and compile the kernel that writes the lists."""
     return compile_kernel(
-        text,
-        entry,
-        plan.arguments if look else LIST_ARGUMENTS,
-        plan.constants if look else {"BLOCK": LIST_BLOCK},
+        structure_source(plan),
+        "list_tiles",
+        plan.arguments,
+        plan.constants,
         plan.target,
-        num_warps=4,
+        num_warps=8,
         num_stages=1,
         aligned=False,
+        even=False,
         fp_fusion=fp_fusion(plan),
     )
 
@@ -250,9 +238,7 @@ def forward(program: Typed, chosen: Options, device: torch.device) -> Ready:
         plan = triton_plan(program, chosen, INTERPRETER)
         return source(plan), "attention_fwd", plan.constants
 
-    return _prepared(
-        ("attention_fwd", program.canonical, chosen), device, None, build, interpreted_text
-    )
+    return _prepared(("attention_fwd", program.canonical, chosen), device, build, interpreted_text)
 
 
 # Kernels found so far, by what decides them and where they run.
@@ -262,7 +248,6 @@ _READY: dict[tuple[object, ...], Ready] = {}
 def _prepared(
     what: tuple[object, ...],
     device: torch.device,
-    blocks: tuple[int, int] | None,
     build: Callable[[Target], Kernel],
     interpret: Callable[[], tuple[str, str, dict[str, int]]],
 ) -> Ready:
@@ -270,9 +255,9 @@ def _prepared(
     found = _READY.get((what, device))
     if found is None:
         if device.type == "cuda":
-            found = _on_gpu(what, device, blocks, build)
+            found = _on_gpu(what, device, build)
         else:
-            found = _interpreted(blocks, *interpret())
+            found = _interpreted(*interpret())
         _READY[what, device] = found
     return found
 
@@ -280,51 +265,29 @@ def _prepared(
 def _on_gpu(
     what: tuple[object, ...],
     device: torch.device,
-    blocks: tuple[int, int] | None,
     build: Callable[[Target], Kernel],
 ) -> Ready:
     target = gpu(device.index)
     name = key(fingerprint(), what, target)
     kernel = CACHE.get_or_compile(name, lambda: build(target))
     constants, launching = dict(kernel.constants), launcher(kernel)
-    block_m, block_n = blocks or (constants["BLOCK_M"], constants["BLOCK_N"])
 
     def run(grid: int, values: Sequence[Any]) -> None:
         launching.launch((grid, 1, 1), current_stream(device.index), values)
 
-    return Ready(run, block_m, block_n, launching)
+    return Ready(run, constants["BLOCK_M"], constants["BLOCK_N"], launching)
 
 
-def _interpreted(
-    blocks: tuple[int, int] | None, text: str, entry: str, constants: dict[str, int]
-) -> Ready:
+def _interpreted(text: str, entry: str, constants: dict[str, int]) -> Ready:
     mend_interpreter()
     # A folder of this process alone: what lies in it is executed.
     folder = Path(_interpreter_folder().name)
     kernel = getattr(TRITON.compile(text, folder), entry)
-    block_m, block_n = blocks or (constants["BLOCK_M"], constants["BLOCK_N"])
-    return Ready(lambda grid, values: kernel[(grid,)](*values, **constants), block_m, block_n)
-
-
-@functools.cache
-def mend_interpreter() -> None:
-    """Let Triton's interpreter take a comparison of scalars for a bool, as compiled code does.
-
-    Triton 3.6 gives it its operands' type, so that a tile filled with it holds numbers: `&`
-    refuses them if they are floats, and `~` turns 1 into -2.
-    """
-    from triton.language import int1
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    binary_op = InterpreterBuilder.binary_op
-
-    def mended(self: Any, left: Any, right: Any, op: Any) -> Any:
-        found = binary_op(self, left, right, op)
-        if found.data.dtype == bool:
-            found.dtype = int1
-        return found
-
-    InterpreterBuilder.binary_op = mended
+    return Ready(
+        lambda grid, values: kernel[(grid,)](*values, **constants),
+        constants["BLOCK_M"],
+        constants["BLOCK_N"],
+    )
 
 
 @functools.cache
@@ -355,6 +318,7 @@ def compile_plan(plan: TritonPlan) -> Kernel:
         num_warps=plan.tile.num_warps,
         num_stages=plan.tile.num_stages,
         aligned=plan.options.aligned,
+        even=plan.options.even,
         fp_fusion=fp_fusion(plan),
     )
 
@@ -365,9 +329,16 @@ def source(plan: TritonPlan) -> str:
 
 
 def stored(program: Typed, chosen: Options, target: Target) -> None:
-    """Put the attention kernel into the cache; needs no GPU."""
-    name = key(fingerprint(), ("attention_fwd", program.canonical, chosen), target)
-    CACHE.get_or_compile(name, lambda: compile_forward(program, chosen, target))
+    """Put the kernels of a call into the cache; needs no GPU."""
+    what = ("attention_fwd", program.canonical, chosen)
+    name = key(fingerprint(), what, target)
+    kernel = CACHE.get_or_compile(name, lambda: compile_forward(program, chosen, target))
+    if chosen.lists:
+        constants = dict(kernel.constants)
+        blocks = constants["BLOCK_M"], constants["BLOCK_N"]
+        name = key(fingerprint(), structure_key(program, chosen, blocks), target)
+        plan = structure_plan(program, chosen, target, *blocks)
+        CACHE.get_or_compile(name, lambda: compile_structure(plan))
 
 
 # -- arguments ---------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ class Options:
     offset_per_batch: bool = False
     scale_in_memory: bool = False
     positive_scale: bool = True
+    even: bool = True  # q_len and kv_len are multiples of 16
     lists: bool = False  # the kv tiles of each q tile are listed in memory
 
 
@@ -329,7 +330,7 @@ def segments_of(
 
 @dataclass(frozen=True)
 class StructurePlan:
-    """The kernels that list the kv tiles of each q tile."""
+    """The kernel that lists the kv tiles of each q tile."""
 
     title: str
     comments: tuple[str, ...]
@@ -358,20 +359,14 @@ class StructurePlan:
         return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "CHUNK": CHUNK}
 
 
-# kv tiles that one program looks at, and entries of a row that one step of the list holds.
-CHUNK, LIST_BLOCK = 8, 1024
-LIST_ARGUMENTS = (
-    Argument("kinds", "*u8"),
-    Argument("tile_lists", "*i32"),
-    Argument("tile_counts", "*i32"),
-    Argument("kv_tiles", "i32"),
-)
+# kv tiles that a program looks at in one step; 4 would spill 168 bytes of registers.
+CHUNK = 2
 
 
 def structure_plan(
     program: Typed, options: Options, target: Target, block_m: int, block_n: int
 ) -> StructurePlan:
-    """Decide the kernels that list tiles of BLOCK_M queries and BLOCK_N keys."""
+    """Decide the kernel that lists tiles of BLOCK_M queries and BLOCK_N keys."""
     program = with_kernel_names(program, "triton")
     mask = program.mask_function or DeviceFunction(
         f"{program.name}_mask", program.params, (program.mask,), "Whether a pair attends."
@@ -394,8 +389,8 @@ def structure_plan(
 
 
 def structure_arguments(params: tuple[Param, ...], options: Options) -> tuple[Argument, ...]:
-    """The run-time arguments of `tile_kinds`, in order."""
-    found = [Argument("kinds", "*u8")]
+    """The run-time arguments of `list_tiles`, in order."""
+    found = [Argument(name, "*i32") for name in ("tile_lists", "tile_counts")]
     found += [Argument(n, "i32") for n in ("q_len", "kv_len", "gqa_group", "structures_h")]
     return (*found, *shared_arguments(params, options))
 

@@ -125,7 +125,9 @@ def identical(found: Any, wanted: Any) -> bool:
 # -- captures of other lengths -----------------------------------------------------------------
 
 
-def stretched(variant: Any, captures: dict[str, Any], shape: Shape, q_offset: int) -> dict[str, Any]:
+def stretched(
+    variant: Any, captures: dict[str, Any], shape: Shape, q_offset: int
+) -> dict[str, Any]:
     """Captures for another shape: dimensions with a meaning are repeated or cut."""
     q_end = q_offset + shape.q_len
     needs = {

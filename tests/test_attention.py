@@ -157,6 +157,8 @@ FIRST = {case.name: case for case in reversed(test_variants.CASES)}
 def test_stock_variants_over_several_tiles(name: str, backend: str, dtype: torch.dtype) -> None:
     case, shape, q_offset = FIRST[name], Shape(2, 2, 1, 66, 131, 24, 17), 61
     captures = stretched(case.variant, case.captures, shape, q_offset)
+    if "slopes" in captures:  # slopes below 0 would make scores of 100, which float32 rounds
+        captures["slopes"] = variants.alibi_slopes(shape.q_heads)
     qkv = tensors(shape, dtype)
     compare(case.variant, qkv, backend, scale=case.scale, q_offset=q_offset, **captures)
 
@@ -223,6 +225,22 @@ def test_out_has_the_dimension_order_of_q(order: tuple[int, ...], backend: str) 
 def test_one_tensor_is_q_k_and_v(backend: str) -> None:
     x = torch.randn(2, 3, 20, 16)
     compare(variants.causal, (x, x, x), backend)
+
+
+@each_backend
+def test_places_beyond_32_bits(backend: str) -> None:
+    """Two sequences 2**31 elements apart; pages between them are never touched."""
+    attn, (q, k, v) = (
+        parse("variant v(t) { score s + t[b, j] }"),
+        tensors(Shape(2, 1, 1, 17, 20), f16),
+    )
+    table = whole(100, 2, 20).to(torch.int8)
+    far = [x.new_empty(2**31 + 2 * x.stride(0)) for x in (k, table)]
+    k, table = (
+        memory.as_strided(x.shape, (2**31 + 16, *x.stride()[1:])).copy_(x)
+        for memory, x in zip(far, (k, table), strict=True)
+    )
+    compare(attn, (q, k, v), backend, t=table)
 
 
 @each_backend
@@ -323,7 +341,11 @@ def test_captures_of_every_element_type(dtype: torch.dtype, backend: str) -> Non
     if backend == "triton" and dtype is bf16 and not interpreter_multiplies(bf16):
         pytest.skip("Triton's interpreter does not load bf16")
     attn = parse("variant v(t, n) { score s + t[b, j] * n mask i - n * 50 <= t[b, j] + 60 }")
-    table = whole(100, B, LK).to(dtype) if not dtype.is_floating_point else (normal(B, LK) * 3).to(dtype)
+    table = (
+        whole(100, B, LK).to(dtype)
+        if not dtype.is_floating_point
+        else (normal(B, LK) * 3).to(dtype)
+    )
     for n in (torch.tensor(3).to(dtype), torch.tensor([3]).to(dtype)):
         compare(attn, tensors(SMALL), backend, t=table, n=n)
 
@@ -331,21 +353,30 @@ def test_captures_of_every_element_type(dtype: torch.dtype, backend: str) -> Non
 @each_backend
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
 def test_ints_where_floats_are_declared(dtype: torch.dtype, backend: str) -> None:
-    attn = parse("variant v(t: float[Lk], x: float) "
-                 "{ score s + t[j] // x - x / 7 + t[j] ** 2 / 9000 mask t[j] - x != t[i] * 0.5 }")  # fmt: skip
+    attn = parse(
+        "variant v(t: float[Lk], x: float) "
+        "{ score s + t[j] // x - x / 7 + t[j] ** 2 / 9e3 mask t[j] != x + t[i] / 2 }"
+    )
     table = whole(100, LK).to(dtype)
     for x in (torch.tensor(3, dtype=dtype), 3, 3.0, torch.tensor([3], dtype=dtype)):
         compare(attn, tensors(SMALL), backend, 2e-5, t=table, x=x)
     # In float32, as declared, these are equal.
     attn = parse("variant v(t: float[Lk], x: float) { mask t[j] == x }")
-    out, _ = compare(attn, tensors(SMALL), backend, t=torch.full((LK,), 2**24 + 1), x=torch.tensor(2**24))
+    out, _ = compare(
+        attn, tensors(SMALL), backend, t=torch.full((LK,), 2**24 + 1), x=torch.tensor(2**24)
+    )
     assert out.ne(0).all()
 
 
 @each_backend
 def test_storage_is_read_with_its_sign(backend: str) -> None:
     attn = parse("variant v(t) { score s + t[j] mask t[j] > -5 }")
-    for dtype, least in ((torch.int8, -128), (torch.uint8, 0), (torch.int16, -(2**15)), (torch.int32, -(2**31))):
+    for dtype, least in (
+        (torch.int8, -128),
+        (torch.uint8, 0),
+        (torch.int16, -(2**15)),
+        (torch.int32, -(2**31)),
+    ):
         table = torch.tensor([least, 127, 1, -5 * (least < 0), 5], dtype=dtype)
         compare(attn, tensors(Shape(1, 1, 1, 3, 5)), backend, t=table)
 
@@ -417,9 +448,26 @@ def test_q_offset_of_each_sequence(kind: torch.dtype, backend: str) -> None:
     attn, qkv = variants.document & variants.causal, tensors(SMALL)
     out, lse = compare(attn, qkv, backend, q_offset=offsets, doc=doc)
     for n, offset in enumerate(offsets.tolist()):
-        alone = compare(attn, tuple(x[n : n + 1] for x in qkv), backend, q_offset=offset, doc=doc[n : n + 1])
+        alone = compare(
+            attn, tuple(x[n : n + 1] for x in qkv), backend, q_offset=offset, doc=doc[n : n + 1]
+        )
         agree(out[n : n + 1], alone[0], 1e-6)
         agree(lse[n : n + 1], alone[1], 1e-6)
+
+
+@each_backend
+@pytest.mark.parametrize("offset", [2**24 - 10, 2**24, 2**31 - 100])
+def test_queries_far_away(offset: int, backend: str) -> None:
+    for text in (
+        "j <= i",
+        "(i * 3 + j) % 7 == 0",
+        "i * i * 5 - j > n and (i - j) // 3 % 2 == 0",
+        "i + n < 2147483640 + j",
+        "(i ^ j) & 5 != 1",
+    ):
+        attn = parse(f"variant v(n: int = 20) {{ mask {text} }}")
+        compare(attn, tensors(Shape(1, 1, 1, 18, 30)), backend, q_offset=offset)
+    compare(attn, tensors(SMALL), backend, q_offset=torch.tensor([offset, 3]))
 
 
 @each_backend
@@ -499,7 +547,11 @@ def test_rows_without_a_key(dtype: torch.dtype, backend: str) -> None:
 @each_backend
 @pytest.mark.parametrize("body", ["s + t[j]", "s if s > 1000.0 else -inf", "s - inf"])
 def test_rows_whose_scores_are_all_minus_infinity(body: str, backend: str) -> None:
-    attn = parse(f"variant v(t) {{ score {body} }}") if "t[" in body else parse(f"variant v() {{ score {body} }}")
+    attn = (
+        parse(f"variant v(t) {{ score {body} }}")
+        if "t[" in body
+        else parse(f"variant v() {{ score {body} }}")
+    )
     call = {"t": torch.full((LK,), -inf)} if "t[" in body else {}
     out, lse = compare(attn, tensors(SMALL), backend, **call)
     assert out.eq(0).all() and lse.eq(-inf).all()
@@ -517,7 +569,9 @@ def test_a_tile_of_minus_infinity_before_and_after_others(backend: str) -> None:
 @each_backend
 @pytest.mark.parametrize("bad", [nan, inf], ids=repr)
 @pytest.mark.parametrize("dtype", [f32, f16], ids=str)
-def test_nan_and_infinity_in_an_attended_score(dtype: torch.dtype, bad: float, backend: str) -> None:
+def test_nan_and_infinity_in_an_attended_score(
+    dtype: torch.dtype, bad: float, backend: str
+) -> None:
     attn = parse("variant v(t) { score s + t[j] mask j <= i }")
     table = torch.zeros(150)
     table[100] = bad
@@ -561,14 +615,18 @@ def test_nan_keys_that_are_masked(backend: str) -> None:
 def test_large_and_tiny_scores(size: float, backend: str) -> None:
     q, k, v = tensors(SMALL)
     compare(variants.causal, (q * size, k, v), backend, 1e-2 if size > 1 else 1e-5)
-    out, lse = compare(variants.softcap & variants.causal, (q * size, k, v), backend, 3e-5, cap=30.0)
+    _, lse = compare(variants.softcap & variants.causal, (q * size, k, v), backend, 3e-5, cap=30.0)
     assert lse.max() < 30 + math.log(LK)
 
 
 @each_backend
 def test_a_score_that_ignores_s(backend: str) -> None:
     for body in ("t[i, j]", "1.0", "t[i, j] if j <= i else -inf", "i - j"):
-        attn = parse(f"variant v(t) {{ score {body} }}") if "t[" in body else parse(f"variant v() {{ score {body} }}")
+        attn = (
+            parse(f"variant v(t) {{ score {body} }}")
+            if "t[" in body
+            else parse(f"variant v() {{ score {body} }}")
+        )
         compare(attn, tensors(SMALL), backend, **({"t": normal(LQ, LK)} if "t[" in body else {}))
 
 
@@ -611,9 +669,14 @@ def test_a_batch_is_one_call_per_sequence(backend: str) -> None:
 
 @each_backend
 def test_parts_of_the_keys_merge_by_their_lse(backend: str) -> None:
-    attn = parse("variant v(slope: float, low: int, high: int) { score s - slope * (i - j) mask low <= j < high and j <= i }")
+    attn = parse(
+        "variant v(slope: float, low: int, high: int) "
+        "{ score s - slope * (i - j) mask low <= j < high and j <= i }"
+    )
     q, k, v = (on(backend, x) for x in tensors(Shape(1, 2, 2, 60, 60)))
-    whole_out, whole_lse = attn(q, k, v, slope=0.1, low=0, high=60, backend=backend, return_lse=True)
+    whole_out, whole_lse = attn(
+        q, k, v, slope=0.1, low=0, high=60, backend=backend, return_lse=True
+    )
     parts = [
         attn(q, k, v, slope=0.1, low=low, high=high, backend=backend, return_lse=True)
         for low, high in ((0, 20), (20, 21), (21, 60))

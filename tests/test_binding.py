@@ -95,7 +95,13 @@ def test_a_closure_may_change_its_type() -> None:
         return j < limit
 
     assert seen(attn) == [2, 2, 2]
-    for limit in (2.5, torch.tensor(4), torch.tensor([1.5]), True, torch.tensor(3, dtype=torch.int8)):
+    for limit in (
+        2.5,
+        torch.tensor(4),
+        torch.tensor([1.5]),
+        True,
+        torch.tensor(3, dtype=torch.int8),
+    ):
         assert seen(attn) == [-int(-float(limit) // 1)] * 3
 
 
@@ -127,7 +133,7 @@ def test_a_closure_that_becomes_something_else_is_an_error() -> None:
 
 @each_backend
 def test_loop_variables_bind_late(backend: str) -> None:
-    found = [mask(lambda j: j < n) for n in (1, 2, 3)]
+    found = [mask(lambda j: j < n) for n in (1, 2, 3)]  # noqa: B023
     assert [seen(attn)[0] for attn in found] == [3, 3, 3]
     assert len({str(attn) for attn in found}) == 1
     compare(found[0], QKV, backend)
@@ -151,23 +157,26 @@ def test_a_free_variable_of_a_reserved_name_is_read_but_not_given() -> None:
 # -- names -------------------------------------------------------------------------------------
 
 
-def message(error: type[ScoremodError], call: Any) -> str:
+def message(error: type[ScoremodError], call: Any, *args: Any, **given: Any) -> str:
+    """What is said when a call goes wrong."""
     with pytest.raises(error) as found:
-        call()
+        call(*args, **given)
     return str(found.value)
 
 
 def test_a_missing_capture_is_named_with_its_declaration() -> None:
-    said = message(MissingCapture, lambda: variants.document(*QKV))
-    assert "`doc` was not given" in said and "doc: tensor[B, L]" in said and ".bind(doc=...)" in said
+    said = message(MissingCapture, variants.document, *QKV)
+    assert (
+        "`doc` was not given" in said and "doc: tensor[B, L]" in said and ".bind(doc=...)" in said
+    )
 
 
 def test_a_misspelt_capture() -> None:
-    said = message(MissingCapture, lambda: variants.sliding_window(*QKV, windw=3))
+    said = message(MissingCapture, variants.sliding_window, *QKV, windw=3)
     assert "`windw` is not a capture" in said and "did you mean window?" in said
-    said = message(MissingCapture, lambda: variants.causal(*QKV, zzz=3))
+    said = message(MissingCapture, variants.causal, *QKV, zzz=3)
     assert "it has none" in said
-    assert "windw" in message(MissingCapture, lambda: variants.sliding_window.bind(windw=3))
+    assert "windw" in message(MissingCapture, variants.sliding_window.bind, windw=3)
 
 
 @pytest.mark.parametrize("call", ["__call__", "eager", "mask_dense", "tiles"])
@@ -183,7 +192,7 @@ def test_every_method_checks_names(call: str) -> None:
 @pytest.mark.parametrize("value", [2**47 + 1, -(2**47) - 1, 2**63, 10**30])
 def test_a_larger_int_is_an_error(value: int) -> None:
     attn = parse("variant v(n) { mask j < n }")
-    said = message(CaptureMismatch, lambda: attn(*QKV, n=value))
+    said = message(CaptureMismatch, attn, *QKV, n=value)
     assert "`n`" in said and str(value) in said and "2**47" in said
     with pytest.raises(ScoremodError, match=r"2\*\*47|64 bits"):
         parse(f"variant v(n: int = {value}) {{ mask j < n }}")
@@ -203,7 +212,14 @@ FITTING: dict[str, tuple[list[Any], list[Any]]] = {
         [3.0, torch.tensor(3.0), "3", None, [3], 1j],
     ),
     "float": (
-        [3.0, 3, True, torch.tensor(3), torch.tensor(3.0, dtype=torch.float16), torch.tensor([3.0])],
+        [
+            3.0,
+            3,
+            True,
+            torch.tensor(3),
+            torch.tensor(3.0, dtype=torch.float16),
+            torch.tensor([3.0]),
+        ],
         ["3", None, torch.tensor([3.0, 4.0]), torch.ones(1, 1), torch.tensor(1j)],
     ),
 }
@@ -216,13 +232,15 @@ def test_declared_numbers(declared: str) -> None:
     for value in good:
         compare(attn, QKV, "cpu", n=value)
     for value in bad:
-        said = message(CaptureMismatch, lambda value=value: attn(*QKV, n=value))
+        said = message(CaptureMismatch, attn, *QKV, n=value)
         assert "`n`" in said and f"n: {declared}" in said
 
 
 @each_backend
 def test_an_int_for_a_float_is_a_float(backend: str) -> None:
-    attn = parse("variant v(x: float) { score s + x / 2 + x // 2 + (i + x) ** 2 * 0.01 + floor(x / 2) }")
+    attn = parse(
+        "variant v(x: float) { score s + x / 2 + x // 2 + (i + x) ** 2 * 0.01 + floor(x / 2) }"
+    )
     values = [3, 3.0, torch.tensor(3), torch.tensor([3], dtype=torch.int8), torch.tensor(3.0)]
     for x in values:
         compare(attn, QKV, backend, x=x)
@@ -236,16 +254,16 @@ def test_a_bool_for_an_int_is_an_int(backend: str) -> None:
 
 def test_one_number_is_not_a_table_and_the_other_way_round() -> None:
     attn = parse("variant v(t, n) { mask t[j] < n }")
-    said = message(CaptureMismatch, lambda: attn(*QKV, t=3, n=1))
+    said = message(CaptureMismatch, attn, *QKV, t=3, n=1)
     assert "`t` must be a tensor, not int" in said
-    said = message(CaptureMismatch, lambda: attn(*QKV, t=torch.ones(7), n=torch.ones(7)))
+    said = message(CaptureMismatch, attn, *QKV, t=torch.ones(7), n=torch.ones(7))
     assert "`n` is read as one number" in said and "index it" in said
 
 
 @pytest.mark.parametrize("value", [[1, 2, 3], "abc", object(), None])
 def test_things_that_are_neither_number_nor_tensor(value: Any) -> None:
     attn = parse("variant v(t) { mask t[j] > 0 }")
-    assert "`t` must be" in message(CaptureMismatch, lambda: attn(*QKV, t=value))
+    assert "`t` must be" in message(CaptureMismatch, attn, *QKV, t=value)
 
 
 # -- element types -----------------------------------------------------------------------------
@@ -259,11 +277,13 @@ def test_things_that_are_neither_number_nor_tensor(value: Any) -> None:
 )  # fmt: skip
 def test_a_declared_element_type_is_exact(declared: str, given: torch.dtype) -> None:
     attn = parse(f"variant v(t: {declared}[Lk]) {{ mask bool(t[j]) }}")
-    said = message(CaptureMismatch, lambda: attn(*QKV, t=torch.ones(7).to(given)))
+    said = message(CaptureMismatch, attn, *QKV, t=torch.ones(7).to(given))
     assert "`t` holds" in said and f"t: {declared}[Lk]" in said
 
 
-@pytest.mark.parametrize("element", ["bool", "i8", "u8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64"])
+@pytest.mark.parametrize(
+    "element", ["bool", "i8", "u8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64"]
+)
 def test_each_element_type_by_its_word(element: str) -> None:
     dtype = {"b": "bool", "u": "uint", "i": "int"}.get(element[0], "float")
     name = {"bool": "bool", "bf16": "bfloat16"}.get(element, dtype + element[1:])
@@ -271,10 +291,12 @@ def test_each_element_type_by_its_word(element: str) -> None:
     compare(attn, QKV, "cpu", t=torch.tensor([0, 1, 1, 0, 1, 0, 1]).to(getattr(torch, name)))
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16, torch.uint32, torch.uint64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.complex64, torch.uint16, torch.uint32, torch.uint64], ids=str
+)
 def test_other_dtypes_are_named(dtype: torch.dtype) -> None:
     attn = parse("variant v(t) { mask t[j] > 0 }")
-    said = message(CaptureMismatch, lambda: attn(*QKV, t=torch.ones(7).to(dtype)))
+    said = message(CaptureMismatch, attn, *QKV, t=torch.ones(7).to(dtype))
     assert "`t` has dtype" in said and str(dtype) in said
 
 
@@ -314,14 +336,14 @@ def test_dimensions_are_lower_bounds(dim: str) -> None:
         for length in good:
             compare(attn, QKV, "cpu", t=torch.randn(length))
         for length in bad:
-            said = message(CaptureMismatch, lambda t=torch.randn(length), attn=attn: attn(*QKV, t=t))
+            said = message(CaptureMismatch, attn, *QKV, t=torch.randn(length))
             assert f"{dim} must be 1 or at least" in said and f"({length},)" in said
 
 
 def test_a_dimension_read_at_i_and_j_is_l() -> None:
     attn = parse("variant v(t) { mask t[i] <= t[j] }")
     compare(attn, QKV, "cpu", t=torch.randn(7))
-    assert "L must be 1 or at least 7" in message(CaptureMismatch, lambda: attn(*QKV, t=torch.randn(5)))
+    assert "L must be 1 or at least 7" in message(CaptureMismatch, attn, *QKV, t=torch.randn(5))
 
 
 @pytest.mark.parametrize(("dim", "need"), [("Lq", 15), ("L", 15), ("Lk", 7)])
@@ -329,7 +351,7 @@ def test_q_offset_moves_the_bound(dim: str, need: int) -> None:
     index = "j" if dim == "Lk" else "i"
     attn = parse(f"variant v(t: tensor[{dim}]) {{ score s + t[{index}] }}")
     compare(attn, QKV, "cpu", q_offset=10, t=torch.randn(need))
-    said = message(CaptureMismatch, lambda: attn(*QKV, q_offset=10, t=torch.randn(need - 1)))
+    said = message(CaptureMismatch, attn, *QKV, q_offset=10, t=torch.randn(need - 1))
     assert f"must be 1 or at least {need}" in said
 
 
@@ -352,17 +374,17 @@ def test_a_literal_dimension_is_exact() -> None:
     attn = parse("variant v(t: tensor[3, B]) { score s + t[h, b] }")
     compare(attn, QKV, "cpu", t=torch.randn(3, 2))
     for rows in (1, 2, 4):
-        said = message(CaptureMismatch, lambda rows=rows: attn(*QKV, t=torch.randn(rows, 2)))
+        said = message(CaptureMismatch, attn, *QKV, t=torch.randn(rows, 2))
         assert "dimension 0 must be 3" in said
 
 
 def test_other_names_agree_across_captures() -> None:
     attn = parse("variant v(t: tensor[N], u: tensor[B, N]) { score s + t[j] + u[b, j] }")
     compare(attn, QKV, "cpu", t=torch.randn(4), u=torch.randn(2, 4))
-    said = message(CaptureMismatch, lambda: attn(*QKV, t=torch.randn(4), u=torch.randn(2, 5)))
+    said = message(CaptureMismatch, attn, *QKV, t=torch.randn(4), u=torch.randn(2, 5))
     assert "`u` has 5 for N, but `t` has 4" in said
     twice = parse("variant v(t: tensor[N, N]) { score s + t[i, j] }")
-    assert "3 for N" in message(CaptureMismatch, lambda: twice(*QKV, t=torch.randn(2, 3)))
+    assert "3 for N" in message(CaptureMismatch, twice, *QKV, t=torch.randn(2, 3))
 
 
 def test_names_of_joined_variants_agree() -> None:
@@ -375,9 +397,9 @@ def test_names_of_joined_variants_agree() -> None:
 
 def test_the_number_of_dimensions() -> None:
     declared, silent = variants.document, parse("variant v(t) { mask t[b, j + 0] > 0 }")
-    said = message(CaptureMismatch, lambda: declared(*QKV, doc=torch.ones(7)))
+    said = message(CaptureMismatch, declared, *QKV, doc=torch.ones(7))
     assert "1 dimensions, not 2" in said and "doc: tensor[B, L]" in said
-    assert "`t` has shape (7,)" in message(CaptureMismatch, lambda: silent(*QKV, t=torch.ones(7)))
+    assert "`t` has shape (7,)" in message(CaptureMismatch, silent, *QKV, t=torch.ones(7))
 
 
 def test_a_dimension_of_no_known_index_is_free() -> None:
@@ -400,7 +422,9 @@ class _no_error:  # noqa: N801
 
 
 def test_a_const_is_given_like_a_capture() -> None:
-    attn = parse("variant v(const n: int = 2) { let x = 0 for k in range(n) { x = x + 1 } mask j < x }")
+    attn = parse(
+        "variant v(const n: int = 2) { let x = 0 for k in range(n) { x = x + 1 } mask j < x }"
+    )
     assert seen(attn) == [2, 2, 2]
     assert seen(attn, n=3) == [3, 3, 3]
     assert seen(attn.bind(n=4)) == [4, 4, 4] and seen(attn.bind(n=4), n=1) == [1, 1, 1]

@@ -53,6 +53,7 @@ def build(plan: TritonPlan, edit: Callable[[str], str] = str) -> Kernel:
         num_warps=plan.tile.num_warps,
         num_stages=plan.tile.num_stages,
         aligned=plan.options.aligned,
+        even=plan.options.even,
         fp_fusion=True,
     )
 
@@ -163,6 +164,7 @@ def add(target: str, text: str = ADD, aligned: bool = True, **constants: int) ->
         num_warps=4,
         num_stages=1,
         aligned=aligned,
+        even=False,
         fp_fusion=True,
     )
 
@@ -222,7 +224,7 @@ def report_both_ways() -> tuple[Report, Report]:
 
     with compile_triton._settings() as folder:
         function = compile_triton.load_text(ADD, folder).add
-        source = compile_triton._source(function, ADD_ARGUMENTS, {"BLOCK": 4096}, aligned=False)
+        source = compile_triton._source(function, ADD_ARGUMENTS, {"BLOCK": 4096}, aligned=False, even=False)
         options = {"num_warps": 1, "maxnreg": 24, "enable_fp_fusion": True}
         done = triton_compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         return code_report(done.asm["ptx"]), code_report(done.asm["cubin"])

@@ -263,7 +263,7 @@ def test_f08_indexing_and_conditions_of_python(backend: str) -> None:
         lambda b, h, q, k: m[b][0][q][k],
         lambda b, h, q, k: idx[idx[q]] >= idx[k],
         lambda b, h, q, k: 0 <= q - k < w,
-        lambda b, h, q, k: q >= k and q - k < w or not k > 2,
+        lambda b, h, q, k: (q >= k and q - k < w) or not k > 2,
         early_return,
     ]
     numpy = [
@@ -288,7 +288,8 @@ def test_f08_indexing_and_conditions_of_python(backend: str) -> None:
 @pytest.mark.parametrize("make", [lambda x: x, torch.tensor])
 def test_f09_f46_floors_as_python_for_every_sign(make: Any, backend: str) -> None:
     texts = ["(i - j) % 3 == 0", "(i - j) // 4 % 2 == 0", "(i - j) % w < 2", "(i - j) // -w >= 1",
-             "-(i + 1) // 3 >= j - 40", "(j - i + 7) // 8 <= 1", "(i - j) % -w == -1", "(i - j) // w == -2",
+             "-(i + 1) // 3 >= j - 40", "(j - i + 7) // 8 <= 1", "(i - j) % -w == -1",
+             "(i - j) // w == -2",
              "w // (i - j) == 0", "-7 % w == j % w", "(j - i) >> 2 == -1"]  # fmt: skip
     qkv = tensors(Shape(1, 1, 1, 64, 64))
     for w in (4, 7) if backend == "cpu" else (7,):
@@ -297,7 +298,9 @@ def test_f09_f46_floors_as_python_for_every_sign(make: Any, backend: str) -> Non
             given = {"w": make(w)} if re.search(r"\bw\b", text) else {"w": 0}
             compare(attn, qkv, backend, **given)
             python = text.replace("w // (i - j)", "(w // (i - j) if i != j else 0)")
-            wanted = [[eval(python, {"i": i, "j": j, "w": w}) for j in range(64)] for i in range(64)]
+            wanted = [
+                [eval(python, {"i": i, "j": j, "w": w}) for j in range(64)] for i in range(64)
+            ]
             assert attn.mask_dense(64, 64, **given).tolist() == wanted
         assert parse("variant v() { mask (i - j) // -7 >= 1 }").mask_dense(64, 64)[0, 7]
 
@@ -305,7 +308,9 @@ def test_f09_f46_floors_as_python_for_every_sign(make: Any, backend: str) -> Non
 @each_backend
 def test_f55_an_offset_in_any_form(backend: str) -> None:
     attn, qkv = parse("variant v(off) { mask i + off >= j }"), tensors(Shape(1, 1, 1, 9, 20))
-    found = [compare(attn, qkv, backend, off=off) for off in (7, torch.tensor(7), torch.tensor([7]))]
+    found = [
+        compare(attn, qkv, backend, off=off) for off in (7, torch.tensor(7), torch.tensor([7]))
+    ]
     assert identical(found[0], found[1]) and identical(found[0], found[2])
 
 
@@ -328,7 +333,7 @@ def test_f58_callables_of_every_kind(backend: str) -> None:
     limit.fill_(9)
     assert not torch.equal(compare(attn, qkv, backend)[0], out)
     compare(from_flex(mask_mod=functools.partial(keys, most=5)), qkv, backend)
-    lambdas = [from_flex(mask_mod=lambda b, h, q, k: q >= k + n) for n in range(3)]
+    lambdas = [from_flex(mask_mod=lambda b, h, q, k: q >= k + n) for n in range(3)]  # noqa: B023
     assert all(x.mask_dense(3, 3).sum() == 1 for x in lambdas)
 
 
@@ -356,7 +361,9 @@ def test_f56_f68_one_tensor_in_many_places(backend: str) -> None:
     x = torch.randn(2, 3, 20, 32)
     compare(variants.causal, (x, x, x), backend)
     q, k = x.chunk(2, -1)
-    attn = parse("variant v(a: tensor[B, H, L], c: tensor[B, H, L]) { score s + a[b, h, j] - c[b, h, i] }")
+    attn = parse(
+        "variant v(a: tensor[B, H, L], c: tensor[B, H, L]) { score s + a[b, h, j] - c[b, h, i] }"
+    )
     compare(attn, (q, k, x), backend, a=k[..., 0], c=k[..., 0])
 
 
@@ -482,7 +489,10 @@ def test_f17_scores_that_ignore_s(backend: str) -> None:
 
 @each_backend
 def test_f63_heads_of_another_rank(backend: str) -> None:
-    attn = parse("variant v(slopes: tensor[Heads], off: int) { score s - slopes[h + off] * (i - j) mask j <= i }")
+    attn = parse(
+        "variant v(slopes: tensor[Heads], off: int) "
+        "{ score s - slopes[h + off] * (i - j) mask j <= i }"
+    )
     q, k, v = tensors(Shape(1, 8, 8, 20, 20))
     slopes = variants.alibi_slopes(8)
     whole, _ = compare(attn, (q, k, v), backend, slopes=slopes, off=0)
@@ -613,7 +623,11 @@ FIELD_CASES_LATER = {
 
 def test_every_case_is_here_elsewhere_or_later() -> None:
     text = Path(__file__).read_text(encoding="utf-8")
-    here = {int(n) for name in re.findall(r"def test_((?:f\d\d_)+)", text) for n in re.findall(r"\d+", name)}
+    here = {
+        int(n)
+        for name in re.findall(r"def test_((?:f\d\d_)+)", text)
+        for n in re.findall(r"\d+", name)
+    }
     assert here | ELSEWHERE.keys() | FIELD_CASES_LATER.keys() == set(range(1, 73))
     assert not FIELD_CASES_LATER.keys() & (here | ELSEWHERE.keys())
     for place in ELSEWHERE.values():

@@ -386,6 +386,7 @@ def scale(target: Target) -> Kernel:
         num_warps=4,
         num_stages=1,
         aligned=False,
+        even=False,
         fp_fusion=True,
     )
 

@@ -1,4 +1,4 @@
-"""Templates are Python with names to fill in; what is rendered is Python that needs nothing else."""
+"""Templates are Python with names to fill in; what they give is Python that needs nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from scoremod.plan_triton import (
     Options,
     StructurePlan,
     TritonPlan,
-    needs_lists,
     structure_plan,
     triton_plan,
 )
@@ -82,7 +81,11 @@ def test_a_template_names_fields_of_its_plan(template: Path) -> None:
 
 @pytest.mark.parametrize("folder", sorted({t.parent for t in TEMPLATES}), ids=lambda f: f.name)
 def test_every_shared_step_is_used(folder: Path) -> None:
-    steps = {n.name for n in ast.parse((folder / "tile.py").read_text()).body if isinstance(n, ast.FunctionDef)}
+    steps = {
+        n.name
+        for n in ast.parse((folder / "tile.py").read_text()).body
+        if isinstance(n, ast.FunctionDef)
+    }
     texts = [(folder / "tile.py").read_text(), *(t.read_text() for t in folder.glob("*.jinja"))]
     texts.append((Path(scoremod.__file__).parent / "backends" / f"{folder.name}.py").read_text())
     for step in steps:
@@ -116,12 +119,10 @@ OPTIONS = [
 def texts(variant: Any) -> list[str]:
     program = variant._program
     known = typed(program, assumed_params(program), ("what the user wrote",))
-    found = [
-        cpu_source(cpu_plan(known, float64=x, has_kv_lens=x)) for x in (False, True)
-    ]
+    found = [cpu_source(cpu_plan(known, float64=x, has_kv_lens=x)) for x in (False, True)]
     for target in (INTERPRETER, parse_target("cuda:90"), parse_target("hip:gfx942")):
         for options in OPTIONS:
-            options = replace(options, lists=needs_lists(known))
+            options = replace(options, lists=not known.half_lines)
             found.append(triton_source(triton_plan(known, options, target)))
             if options.lists:
                 structure = structure_plan(known, options, target, 64, 32)
@@ -144,7 +145,11 @@ def undefined(tree: ast.Module) -> set[str]:
     known = set(dir(builtins))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
-            known |= {node.name, *(a.arg for a in node.args.args), *(a.arg for a in node.args.kwonlyargs)}
+            known |= {
+                node.name,
+                *(a.arg for a in node.args.args),
+                *(a.arg for a in node.args.kwonlyargs),
+            }
             known |= {a.arg for a in (node.args.vararg, node.args.kwarg) if a}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             known.add(node.id)
@@ -190,7 +195,10 @@ def test_only_the_steps_that_are_called_are_copied() -> None:
 
 
 def test_generic_element_types_are_assumed() -> None:
-    attn = parse("variant v(t: float[Lk], d: int[L], keep: bool[Lk]) { score s + t[j] mask d[j] == d[i] and keep[j] }")
+    attn = parse(
+        "variant v(t: float[Lk], d: int[L], keep: bool[Lk]) "
+        "{ score s + t[j] mask d[j] == d[i] and keep[j] }"
+    )
     for target in ("cuda:90", "cpu"):
         ast.parse(attn.source(head_dim=64, target=target))
 
@@ -200,7 +208,9 @@ def test_equal_plans_give_equal_text() -> None:
 
 
 # Captures that are called like something in a kernel.
-@pytest.mark.parametrize("word", ["offs_m", "acc", "load", "torch", "tl", "m_i", "where", "b_", "start_m", "o", "lse"])
+@pytest.mark.parametrize(
+    "word", ["offs_m", "acc", "load", "torch", "tl", "m_i", "where", "b_", "start_m", "o", "lse"]
+)
 def test_a_capture_may_be_called_like_a_name_of_the_kernel(word: str) -> None:
     import torch
     from attention_cases import BACKENDS, Shape, compare, tensors

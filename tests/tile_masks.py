@@ -273,6 +273,7 @@ DIRECTED: list[tuple[str, dict[str, int]]] = [
     ("0 <= i // S - j // S and i // S - j // S < Z", {"S": 7}),
     ("(i - Z) // S == (j - Z) // S and j <= i", {"S": 11}),
     ("j * S <= i", {"S": 0}),
+    ("j <= i and Z <= 0 and (Z >= 0 or j < 5)", {"Z": 0}),
     ("j * S <= i", {"S": 2**47}),
     ("j * S * S <= i", {"S": 2**40 + 1}),
     ("j * S * S == i * S * S", {"S": 2**32}),

@@ -8,6 +8,7 @@ decide which pairs attend use correctly rounded operations whatever the precisio
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import math
@@ -407,6 +408,27 @@ def load_text(text: str, folder: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@functools.cache
+def mend_interpreter() -> None:
+    """Let Triton's interpreter take a comparison of scalars for a bool, as compiled code does.
+
+    Triton 3.6 gives it its operands' type, so that a tile filled with it holds numbers: `&`
+    refuses them if they are floats, and `~` turns 1 into -2.
+    """
+    from triton.language import int1
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    binary_op = InterpreterBuilder.binary_op
+
+    def mended(self: Any, left: Any, right: Any, op: Any) -> Any:
+        found = binary_op(self, left, right, op)
+        if found.data.dtype == bool:
+            found.dtype = int1
+        return found
+
+    InterpreterBuilder.binary_op = mended
 
 
 TRITON = Backend("triton", "triton", define, parameter_names, load_text)
