@@ -7,6 +7,7 @@
 
 from . import errors, variants
 from .api import Variant, from_flex, mask, parse, variant
+from .cache import compile_count
 from .language import (
     ceil,
     clamp,
@@ -45,6 +46,7 @@ __all__ = [
     "Variant",
     "ceil",
     "clamp",
+    "compile_count",
     "const",
     "cos",
     "erf",

@@ -25,6 +25,7 @@ from .inputs import Inputs, as_numpy, check_inputs, needs_grad
 from .ir.capture import MISSING, Capture
 from .origin import Both, Chained, Either, Leaf, Negated, Origin, Renamed, leaves
 from .plan import Typed, assumed_params, assumptions, typed
+from .target import parse_target
 from .variant import Program, read
 from .warm import KindOfCall, Warm, kind_of, warm
 
@@ -318,9 +319,49 @@ class Variant:
         )
 
     @_public
-    def explain(self) -> str:
-        """What scoremod made of the variant: simplified form, captures, mask."""
-        return explain.explain(self._program, self._text())
+    def explain(
+        self,
+        q: torch.Tensor | None = None,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        *,
+        head_dim: int = 128,
+        v_head_dim: int | None = None,
+        dtype: torch.dtype | str = "bf16",
+        target: str = "cuda:90",
+        precision: str = "auto",
+        backend: str | None = None,
+        captures: Mapping[str, torch.dtype | str] | None = None,
+        **values: Any,
+    ) -> str:
+        """What scoremod made of the variant: simplified form, captures, each atom of the mask.
+
+        With q, k, v (and captures) it adds what that call does: backend and why, tiles, what is
+        folded, padded and copied; otherwise what the kernel for `head_dim` and `dtype` does.
+        """
+        if q is not None and k is not None and v is not None:
+            inputs = check_inputs(
+                q, k, v, scale=None, q_offset=0, kv_lens=None, precision=precision
+            )
+            program, bound = self._bind(values, inputs.sizes, inputs.q.device)
+            known = self._type(program, bound)
+            name, why = attention.choose_backend(inputs, backend)
+            lines = explain.explain_program(program, tuple(x.param for x in bound))
+            lines += explain.explain_call(known, inputs, bound, name, why)
+            return "\n".join(lines)
+        given = {name: sources.element(e) for name, e in (captures or {}).items()}
+        check_names(self._program.captures, {}, given)
+        params = assumed_params(self._program, given)
+        lines = explain.explain_program(self._program, params)
+        chosen = sources.options_of_shape(
+            typed(self._program, params),
+            head_dim=head_dim,
+            v_head_dim=v_head_dim or head_dim,
+            dtype=sources.element(dtype),
+            precision=precision,
+        )
+        known = typed(self._program, params)
+        return "\n".join(lines + explain.explain_shape(known, chosen, parse_target(target)))
 
     def _text(self) -> tuple[str, ...]:
         """The user's own words."""

@@ -2,23 +2,103 @@
 
 from __future__ import annotations
 
-from .ir.expr import TRUE, resolve
+from . import attend_cpu, attend_triton
+from .analysis.reasons import explain_atoms
+from .binding import Bound
+from .inputs import Inputs
+from .ir.capture import MISSING
+from .ir.expr import TRUE, Expr, resolve
 from .ir.show import show
+from .launch import device
 from .passes.simplify import simplify
-from .plan import assumed_params
+from .plan import Param, Typed
+from .plan_triton import Options, TritonPlan, triton_plan
+from .target import INTERPRETER, Target
 from .variant import Program
 
 
-def explain(program: Program, text: tuple[str, ...]) -> str:
-    """The simplified form, the captures with what was assumed, and the mask."""
-    params = assumed_params(program)
+def explain_program(program: Program, params: tuple[Param, ...]) -> list[str]:
+    """The simplified form, the captures with what was assumed, and the mask's atoms."""
     types = {p.name: p.type for p in params}
     score = simplify(resolve(program.score, types))
     mask = simplify(resolve(program.mask, types))
     lines = [f"variant {program.name}"]
-    lines += [f"  score  {show(score)}"]
-    lines += ["  mask   every pair" if mask == TRUE else f"  mask   {show(mask)}"]
+    lines += [f"  score    {show(score)}"]
+    lines += ["  mask     every pair" if mask == TRUE else f"  mask     {show(mask)}"]
     for found, param in zip(program.captures, params, strict=True):
+        default = "" if found.default is MISSING else f" = {found.default}"
         assumed = "" if found.element else f"   (assumed {param.element}; a call decides)"
-        lines.append(f"  capture {found.declaration}{assumed}")
-    return "\n".join(lines)
+        lines.append(f"  capture  {found.declaration}{default}{assumed}")
+    if mask != TRUE:
+        lines += ["", "mask atoms", *_atoms(mask)]
+    return lines
+
+
+def _atoms(mask: Expr) -> list[str]:
+    rows = [(atom.text, atom.means, atom.reason) for atom in explain_atoms(mask)]
+    width = max((len(text) for text, _, _ in rows), default=0)
+    return [f"  {text:{width}}  {means}: {reason}" for text, means, reason in rows]
+
+
+def explain_call(
+    program: Typed, inputs: Inputs, bound: tuple[Bound, ...], backend: str, why: str
+) -> list[str]:
+    """The backend of a call, its tiles, and what is copied."""
+    lines = ["", f"backend {backend}: {why}"]
+    if backend == "triton":
+        on_gpu = inputs.q.device.type == "cuda"
+        target = device(inputs.q.device.index) if on_gpu else INTERPRETER
+        chosen = attend_triton.options(program, inputs, bound)
+        lines += explain_kernel(triton_plan(program, chosen, target))
+    if backend == "cpu":
+        block_m, block_n = attend_cpu.blocks(inputs)
+        lines.append(f"  tiles    {block_m} queries by {block_n} keys, of all heads at a time")
+    if backend == "eager":
+        lines.append("  dense, in float64: memory for every pair")
+    named = (("q", inputs.q), ("k", inputs.k), ("v", inputs.v))
+    for name, x in named:
+        if backend == "triton" and attend_triton.unit_stride(x) is not x:
+            lines.append(f"  copy     {name} once: its last stride is {x.stride(3)}, not 1")
+    return lines
+
+
+def explain_shape(program: Typed, chosen: Options, target: Target) -> list[str]:
+    """The kernel for a described shape."""
+    lines = ["", f"backend triton: for {target}"]
+    return lines + explain_kernel(triton_plan(program, chosen, target))
+
+
+def explain_kernel(plan: TritonPlan) -> list[str]:
+    """The decisions of a plan, one line each."""
+    tile, options = plan.tile, plan.options
+    lines = [
+        f"  tile     {tile.block_m} queries by {tile.block_n} keys, {tile.num_warps} warps, "
+        f"{tile.num_stages} stages",
+        f"  numbers  {options.dtype}, {options.precision}; ints in "
+        f"{'32' if options.small else '64'} bits where they fit",
+    ]
+    for what, given, padded in (
+        ("head dim", options.head_dim, plan.block_d),
+        ("v head dim", options.v_head_dim, plan.block_dv),
+    ):
+        if given != padded:
+            lines.append(f"  padded   {what} {given} to {padded} inside the kernel")
+    lines += [f"  folded   {_folded(plan)}"]
+    lines += [f"  keys     {_keys(*run.range.body)}" for run in plan.runs]
+    lines += [f"  loop     {segment.title}" for segment in plan.kv_segments]
+    if plan.lists:
+        lines.append("  lists    the mask is evaluated once per call to list the tiles it leaves")
+    return lines
+
+
+def _keys(first: Expr, last: Expr) -> str:
+    first, last = simplify(first), simplify(last)
+    return f"a query sees keys from {show(first)} to {show(last)}"
+
+
+def _folded(plan: TritonPlan) -> str:
+    if plan.scale_in_softmax:
+        return "scale and log2(e) into the softmax: one fused multiply-add per score"
+    if plan.score is None:
+        return "scale and log2(e) into one factor; its sign is not known"
+    return f"scale and log2(e) into the score: {show(plan.score.body[0])}"

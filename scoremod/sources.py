@@ -44,14 +44,24 @@ def of_shape(
     program: Typed, *, head_dim: int, v_head_dim: int, dtype: str, precision: str, target: str
 ) -> str:
     """The kernel for a dtype and head dims."""
+    if target == "cpu":
+        return attend_cpu.source(cpu_plan(program, float64=dtype == "f64", has_kv_lens=False))
+    chosen = options_of_shape(
+        program, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, precision=precision
+    )
+    return attend_triton.source(triton_plan(program, chosen, parse_target(target)))
+
+
+def options_of_shape(
+    program: Typed, *, head_dim: int, v_head_dim: int, dtype: str, precision: str
+) -> Options:
+    """The kernel variant that an ordinary call of these dtypes and head dims takes."""
     for name, value in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 512:
             raise InputMismatch(f"{name} must be an int from 1 to 512, not {value!r}")
-    if target == "cpu":
-        return attend_cpu.source(cpu_plan(program, float64=dtype == "f64", has_kv_lens=False))
     if dtype not in ELEMENT_BYTES:
         raise InputMismatch(f"kernels take f16, bf16 or f32, not {dtype}")
     if precision == "auto":
         precision = "exact" if dtype == "f32" else "fast"
-    options = Options(dtype, head_dim, v_head_dim, precision, lists=not program.half_lines)
-    return attend_triton.source(triton_plan(program, options, parse_target(target)))
+    half_lines = program.half_lines
+    return Options(dtype, head_dim, v_head_dim, precision, even=half_lines, lists=not half_lines)
