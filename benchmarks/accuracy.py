@@ -85,7 +85,7 @@ def draw(variant: Variant, shape: Shape) -> dict[str, Any]:
             if not isinstance(found.default, bool | int | float):
                 values[found.name] = {"bool": True, "int": 37, "float": 0.7}[param.type.value]
             continue
-        dims = [
+        sizes = [
             d if isinstance(d, int) else known.get(str(d), 2 * length) for d in found.dims or ()
         ]
         table = torch.rand(tuple(sizes), generator=generator)
@@ -175,8 +175,8 @@ def main() -> int:
         most = {f: max(getattr(r, f) for r in of) for f in ("rms_ratio", "max_ratio", "relative")}
         lse = max(r.lse_error for r in of)
         print(
-            f"{dtype}: {len(of)} comparisons; at most: rms ratio {most['rms_ratio']:.2f}, max ratio "
-            f"{most['max_ratio']:.2f}, of the largest value {most['relative']:.1e}, lse {lse:.1e}"
+            f"{dtype}: {len(of)} comparisons; at most: rms ratio {most['rms_ratio']:.2f}, "
+            f"max ratio {most['max_ratio']:.2f}, of the largest value {most['relative']:.1e}, lse {lse:.1e}"
         )
     if chosen.out:
         with open(chosen.out, "w") as file:
