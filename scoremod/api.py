@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import attention, explain, reference, sources
+from . import attend_triton, attention, explain, reference, sources
 from .analysis.tiles import TileMap, classify
 from .binding import Bound, Sizes, bind, check_names
 from .errors import (
@@ -293,15 +293,20 @@ class Variant:
         With q, k, v (and captures) it is the kernel of that call; otherwise `head_dim` and `dtype`
         (a torch dtype or `f16`, `bf16`, `f32`) describe it, and element types that a call would
         decide are assumed, or taken from `captures={"doc": torch.int64}`; the text says which.
+        `phase="tiles"` gives the kernel that lists the tiles of a mask that is not a range.
         """
-        if phase != "fwd":
-            raise InputMismatch(f"phase must be 'fwd', not {phase!r}")
+        if phase not in ("fwd", "tiles"):
+            raise InputMismatch(f"phase must be 'fwd' or 'tiles', not {phase!r}")
         if q is not None and k is not None and v is not None:
             inputs = check_inputs(
                 q, k, v, scale=None, q_offset=0, kv_lens=None, precision=precision
             )
             program, bound = self._bind(values, inputs.sizes, inputs.q.device)
-            return sources.of_call(self._type(program, bound), inputs, bound, target)
+            known = self._type(program, bound)
+            if phase == "tiles":
+                chosen = attend_triton.options(known, inputs, bound)
+                return sources.of_tiles(known, chosen, target)
+            return sources.of_call(known, inputs, bound, target)
         if head_dim is None:
             raise InputMismatch("source needs q, k, v or head_dim=")
         given = {name: sources.element(e) for name, e in (captures or {}).items()}
@@ -309,14 +314,16 @@ class Variant:
         program = self._program
         params = assumed_params(program, given)
         text = (*self._text(), *assumptions(program, params, given))
-        return sources.of_shape(
-            typed(program, params, text),
-            head_dim=head_dim,
-            v_head_dim=v_head_dim or head_dim,
-            dtype=sources.element(dtype or "bf16"),
-            precision=precision,
-            target=target,
-        )
+        known = typed(program, params, text)
+        shape: dict[str, Any] = {
+            "head_dim": head_dim,
+            "v_head_dim": v_head_dim or head_dim,
+            "dtype": sources.element(dtype or "bf16"),
+            "precision": precision,
+        }
+        if phase == "tiles":
+            return sources.of_tiles(known, sources.options_of_shape(known, **shape), target)
+        return sources.of_shape(known, **shape, target=target)
 
     @_public
     def explain(

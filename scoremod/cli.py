@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from . import __version__, cache, variants
+from . import __version__, bench, cache, variants
 from .analysis.picture import TileMap
 from .api import Variant, parse
 from .errors import ScoremodError
@@ -455,6 +455,19 @@ def source(
 
 
 # -- the cache ---------------------------------------------------------------------------------
+
+
+@main.command("bench", epilog=example("scoremod bench alibi --len 8192 --json"))
+@_file
+@bench.options
+@_set
+@_json
+def bench_(
+    variant: Variant, settings: tuple[tuple[str, Any], ...], as_json: bool, **how: Any
+) -> None:
+    """Time the variant beside FlexAttention and SDPA on this GPU, interleaved."""
+    result = bench.from_options(variant, dict(settings), **how)
+    emit(result.json() if as_json else str(result))
 
 
 @main.group("cache", epilog=example("scoremod cache size", "scoremod cache clear"))

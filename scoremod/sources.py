@@ -9,7 +9,7 @@ from .binding import ELEMENT_OF, Bound
 from .errors import InputMismatch
 from .inputs import Inputs
 from .plan import Typed, cpu_plan
-from .plan_triton import ELEMENT_BYTES, Options, triton_plan
+from .plan_triton import ELEMENT_BYTES, Options, structure_plan, tiles_of, triton_plan
 from .target import parse_target
 
 _WORDS = {"f16": "f16", "fp16": "f16", "float16": "f16", "bfloat16": "bf16", "fp32": "f32"}
@@ -38,6 +38,19 @@ def of_call(program: Typed, inputs: Inputs, bound: tuple[Bound, ...], target: st
     return attend_triton.source(
         triton_plan(program, attend_triton.options(program, inputs, bound), parse_target(target))
     )
+
+
+def of_tiles(program: Typed, chosen: Options, target: str) -> str:
+    """The kernel that lists the tiles which the mask leaves."""
+    if program.half_lines:
+        raise InputMismatch(
+            f"`{program.name}` has no kernel for tiles",
+            hint="its mask is ranges of keys, which the forward kernel finds by itself",
+        )
+    found = parse_target(target)
+    tile = tiles_of(program, chosen, found)[0]
+    plan = structure_plan(program, chosen, found, tile.block_m, tile.block_n)
+    return attend_triton.structure_source(plan)
 
 
 def of_shape(
