@@ -117,10 +117,11 @@ def _kinds(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> np.ndarr
     if len(structures) > MAX_STRUCTURES or endless:
         return np.full(shape, PARTIAL, np.uint8)
     values = as_numpy(bound, float64=inputs.q.dtype is torch.float64)
+    strict = np.float64 if inputs.q.dtype is torch.float64 else np.float32
     kinds = [
         classify(
             program.mask, q_len, kv_len, block_m=block_m, block_n=block_n, values=values,
-            b=b, h=h, hk=h // inputs.gqa_group, q_offset=offset,
+            b=b, h=h, hk=h // inputs.gqa_group, q_offset=offset, strict=strict,
         )
         for b, h, offset in structures
     ]  # fmt: skip

@@ -23,6 +23,9 @@ if not torch.cuda.is_available():
 
 import scoremod
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the other cores have workers of their own
+
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DEVICE = {"cpu": "cpu", "triton": "cuda" if torch.cuda.is_available() else "cpu"}
 BACKENDS = tuple(DEVICE)

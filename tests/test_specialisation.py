@@ -1,0 +1,77 @@
+"""How many kernels a sweep of calls takes: new lengths, batches and values never compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from scoremod import Variant, variants
+from scoremod.attend_triton import options, structure_key
+from scoremod.inputs import check_inputs
+
+LENGTHS = [128 + 7 * n for n in range(29)] + [4096]
+BATCHES = (1, 2, 3, 5, 8)
+
+
+def kernels(variant: Variant, calls: Iterator[tuple[int, int, dict[str, Any]]]) -> set[Any]:
+    """What decides each kernel that the calls (batch, length, captures) would compile."""
+    found: set[Any] = set()
+    for batch, length, captures in calls:
+        q = torch.empty(batch, 4, length, 64, dtype=torch.bfloat16)
+        k = q[:, :2]
+        inputs = check_inputs(q, k, k, scale=None, q_offset=0, kv_lens=None, precision="auto")
+        program, bound = variant._bind(captures, inputs.sizes, q.device)
+        known = variant._type(program, bound)
+        chosen = options(known, inputs, bound)
+        found.add(("attention_fwd", known.canonical, chosen))
+        if chosen.lists:
+            found.add(structure_key(known, chosen, (64, 64)))
+    return found
+
+
+def sweep(capture: str, values: list[Any]) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    for n, value in enumerate(values):
+        yield BATCHES[n % 5], LENGTHS[n % 30], {capture: value}
+
+
+@pytest.mark.parametrize(
+    ("variant", "capture", "values"),
+    [
+        (variants.sliding_window, "window", list(range(1, 61))),
+        (variants.softcap & variants.causal, "cap", [0.5 * n for n in range(1, 61)]),
+        (variants.alibi & variants.causal, "slopes", [torch.rand(4) for _ in range(60)]),
+        (variants.document & variants.causal, "doc", [torch.full((1, 1), n) for n in range(60)]),
+        (variants.prefix_lm, "prefix", [torch.full((8,), n) for n in range(60)]),
+    ],
+    ids=["window", "softcap", "alibi", "document", "prefix"],
+)
+def test_a_sweep_takes_two_kernels_at_most(
+    variant: Variant, capture: str, values: list[Any]
+) -> None:
+    assert len(kernels(variant, sweep(capture, values))) <= 2
+
+
+def test_names_and_formatting_share_a_kernel() -> None:
+    from scoremod import parse
+
+    one = parse("variant one(w: int) { mask i - j < w and j <= i }")
+    other = parse("variant other(width: int) {\n  # the same\n  mask (i - j) < width and j <= i\n}")
+    calls = [(2, 256, {"w": 5})], [(2, 256, {"width": 7})]
+    assert kernels(one, iter(calls[0])) == kernels(other, iter(calls[1]))
+
+
+def test_what_differs_does_not_share() -> None:
+    from scoremod import parse
+
+    texts = [
+        "variant v(w: int) { mask i - j < w }",
+        "variant v(w: int) { mask i - j <= w }",
+        "variant v(w: int) { mask j - i < w }",
+        "variant v(w: int) { mask i - j < w score s * 2.0 }",
+        "variant v(w: int) { mask i - j < w score s * 3.0 }",
+    ]
+    found = [kernels(parse(t), iter([(1, 256, {"w": 5})])) for t in texts]
+    assert len(set.union(*found)) == sum(len(f) for f in found)
