@@ -1,8 +1,8 @@
 """scoremod: declare an attention variant in three lines, get its kernels.
 
-    @scoremod.variant
-    def alibi(s, i, j, h, slopes):
-        return s - slopes[h] * (i - j)
+@scoremod.variant
+def alibi(s, i, j, h, slopes):
+    return s - slopes[h] * (i - j)
 """
 
 from . import errors, variants

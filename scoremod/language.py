@@ -1,6 +1,6 @@
 """The functions that a variant may call; they have a meaning inside a variant only.
 
-    from scoremod import where, tanh
+from scoremod import where, tanh
 """
 
 from __future__ import annotations

@@ -124,7 +124,8 @@ _DERIVED = re.compile(r".*_(size|stride)_\d+|.*_(score|mask|keys_\d+)|t\d+")
 def names_in_templates(folder: str) -> frozenset[str]:
     """The names that the templates and shared steps of a backend use themselves."""
     found = {*keyword.kwlist, *dir(builtins), *INDICES}
-    for file in sorted(path(f"templates/{folder}").iterdir()):
+    files = path(f"templates/{folder}").iterdir()
+    for file in sorted(f for f in files if f.suffix in (".py", ".jinja")):
         code = file.read_text(encoding="utf-8")
         code = re.sub(r"^\s*#[%#].*$", "", re.sub(r"{{.*?}}", "x", code), flags=re.MULTILINE)
         for node in ast.walk(ast.parse(code)):

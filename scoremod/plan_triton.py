@@ -169,6 +169,11 @@ class TritonPlan:
     block_dv: int
 
     @property
+    def wide_scalars(self) -> tuple[str, ...]:
+        """Ints passed by value that are computed with in 64 bits."""
+        return wide_scalars(self.params, self.options)
+
+    @property
     def every_key(self) -> bool:
         """Whether all keys of the tensor are visible to all queries."""
         return self.mask is None
@@ -346,6 +351,11 @@ class StructurePlan:
     block_n: int
 
     @property
+    def wide_scalars(self) -> tuple[str, ...]:
+        """Ints passed by value that are computed with in 64 bits."""
+        return wide_scalars(self.params, self.options)
+
+    @property
     def no_runs(self) -> bool:
         return not self.runs
 
@@ -496,6 +506,12 @@ def scalars_in_memory(params: tuple[Param, ...]) -> tuple[Argument, ...]:
         for p in params
         if p.kind is Kind.SCALAR and not p.by_value
     )
+
+
+def wide_scalars(params: tuple[Param, ...], options: Options) -> tuple[str, ...]:
+    """Ints passed by value that are computed with in 64 bits."""
+    found = (p for p in params if p.kind is Kind.SCALAR and p.by_value and p.type is Type.INT)
+    return () if options.small else tuple(p.name for p in found)
 
 
 def computed_type(param: Param) -> str:

@@ -112,8 +112,7 @@ def _program(name: str, lowered: Lowered) -> Program:
 def split_score(score: Expr) -> tuple[Expr, Expr]:
     """Take `where(c, x, -inf)` at the root of a score out as a mask.
 
-    >>> split_score(where(j <= i, s, -inf))
-    (s, j <= i)
+    where(j <= i, s, -inf)   ->   (s, j <= i)
     """
     if score.op is not Op.WHERE or score.args[0].reads_s:
         return score, FALSE if _is_negative_infinity(score) else TRUE

@@ -224,7 +224,9 @@ def report_both_ways() -> tuple[Report, Report]:
 
     with compile_triton._settings() as folder:
         function = compile_triton.load_text(ADD, folder).add
-        source = compile_triton._source(function, ADD_ARGUMENTS, {"BLOCK": 4096}, aligned=False, even=False)
+        source = compile_triton._source(
+            function, ADD_ARGUMENTS, {"BLOCK": 4096}, aligned=False, even=False
+        )
         options = {"num_warps": 1, "maxnreg": 24, "enable_fp_fusion": True}
         done = triton_compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         return code_report(done.asm["ptx"]), code_report(done.asm["cubin"])

@@ -33,6 +33,7 @@ def kernel(*kinds: str, **fields: object) -> Kernel:
         arguments=tuple(Argument(f"a{k}", kind) for k, kind in enumerate(kinds)),
         global_scratch=Scratch(),
         profile_scratch=Scratch(),
+        constants=(("BLOCK_M", 64),),
         num_warps=4,
         cluster=(1, 1, 1),
         shared=2048,
