@@ -176,7 +176,8 @@ def main() -> int:
         lse = max(r.lse_error for r in of)
         print(
             f"{dtype}: {len(of)} comparisons; at most: rms ratio {most['rms_ratio']:.2f}, "
-            f"max ratio {most['max_ratio']:.2f}, of the largest value {most['relative']:.1e}, lse {lse:.1e}"
+            f"max ratio {most['max_ratio']:.2f}, of the largest value {most['relative']:.1e}, "
+            f"lse {lse:.1e}"
         )
     if chosen.out:
         with open(chosen.out, "w") as file:

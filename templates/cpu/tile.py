@@ -30,7 +30,9 @@ def to_int(x):
 
 def operand(x):
     """A literal as a tensor."""
-    return x if isinstance(x, torch.Tensor) else as_float(x) if isinstance(x, float) else torch.tensor(x)
+    if isinstance(x, torch.Tensor):
+        return x
+    return as_float(x) if isinstance(x, float) else torch.tensor(x)
 
 
 def where(condition, x, y):
@@ -114,7 +116,7 @@ def load(table, *indices):
         value = table.new_zeros(torch.broadcast_shapes(*(x.shape for x in indices)))
     else:
         inside, safe = torch.tensor(True), []
-        for x, length in zip(indices, table.shape):
+        for x, length in zip(indices, table.shape, strict=True):
             valid = (x >= 0) & (x < length)
             inside = inside & valid
             safe.append(torch.where(valid, x, 0))

@@ -122,7 +122,8 @@ def truncate(x):
 def round_half_even(x):
     """To the nearest integer, still a float. Adding 1.5 * 2**23 leaves no bits for a fraction."""
     near = (x + 12582912.0) - 12582912.0
-    return tl.where(tl.abs(x) < 4194304.0, near, tl.where(tl.abs(x) < 8388608.0, half_even_large(x), x))
+    large = tl.where(tl.abs(x) < 8388608.0, half_even_large(x), x)
+    return tl.where(tl.abs(x) < 4194304.0, near, large)
 
 
 @triton.jit
@@ -200,7 +201,8 @@ def expm1(x):
 def log1p(x):
     """log(1 + x), accurate near 0 (Kahan)."""
     u = 1.0 + x
-    return tl.where((u == 1.0) | (u != u), x, tl.where(tl.abs(x) < 1.0, tl.log(u) * x / (u - 1.0), tl.log(u)))
+    value = tl.where(tl.abs(x) < 1.0, tl.log(u) * x / (u - 1.0), tl.log(u))
+    return tl.where((u == 1.0) | (u != u), x, value)
 
 
 @triton.jit
@@ -281,7 +283,7 @@ def partial_tile(t, first, full_first, full_end):
 
 @triton.jit
 def disjoint(first, end, last_end):
-    """A run without the tiles of the runs before it: (first, end), empty at last_end if none is left."""
+    """A run without the tiles of the runs before it: (first, end), empty if none is left."""
     first = tl.maximum(first, last_end)
     return first, tl.maximum(end, first)
 
@@ -314,7 +316,7 @@ def online_softmax(m_i, l_i, acc, s):
 
 @triton.jit
 def online_softmax_scaled(m_i, l_i, acc, qk, scale):
-    """The same for scores qk * scale with scale > 0: the product and the subtraction are one FMA."""
+    """The same for scores qk * scale, scale > 0: product and subtraction are one FMA."""
     m_new = tl.maximum(m_i, tl.max(qk, 1) * scale)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(tl.fma(qk, scale, -m_safe[:, None]))
