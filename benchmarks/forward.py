@@ -1,4 +1,4 @@
-"""The forward beside FlexAttention and SDPA, interleaved: issue 3's table, in one command.
+"""The forward beside FlexAttention and SDPA, interleaved, in one command.
 
     python benchmarks/forward.py [--only causal,softcap] [--shapes 2x16x8192x128] [--rounds 5]
 
