@@ -55,16 +55,6 @@ class Call:
         return f"{self.function}({', '.join(text for text, _ in args)})", ATOM
 
 
-@dataclass(frozen=True)
-class Method:
-    """`operand.suffix`."""
-
-    suffix: str
-
-    def __call__(self, node: Expr, args: Sequence[Text]) -> Text:
-        return f"{wrap(args[0], ATOM)}.{self.suffix}", ATOM
-
-
 Spell = Callable[[Expr, Sequence[Text]], Text]
 Spelling = Mapping[Op, Spell]
 

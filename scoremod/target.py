@@ -86,9 +86,10 @@ class Tile:
             yield replace(tile, num_warps=max(4, min(tile.num_warps, tile.block_m // 16)))
 
 
-# (largest head dim, tile) for 16-bit inputs, for fp32 inputs. Each row says what was measured.
+# (largest head dim, tile) for 16-bit inputs, for fp32 inputs. Numbers are ratios to FlexAttention
+# on an H200, bf16, 2026-11-29 (benchmarks/NOTES.md). Not timed: head dims above 128, and fp32.
 _TILES_16: tuple[tuple[int, Tile], ...] = (
-    # H200, bf16, against FlexAttention: window 1.10, softcap 3.14, ALiBi 1.22;
+    # Window 1.10, softcap 3.14, ALiBi 1.22;
     # 64x128: 0.90, 2.94, 1.13.
     (64, Tile(64, 64, 4, 3)),
     # Full 0.97..1.08, causal 1.16..1.26;
@@ -106,19 +107,6 @@ _TILES_32: tuple[tuple[int, Tile], ...] = (
     (256, Tile(32, 32, 8, 1)),
     (512, Tile(16, 16, 8, 1)),
 )
-
-
-def choose_tile(
-    head_dim: int,
-    v_head_dim: int,
-    element_bytes: int,
-    target: Target,
-    *,
-    short: bool = False,
-    plain: bool = False,
-) -> Tile:
-    """The best of `choose_tiles`."""
-    return choose_tiles(head_dim, v_head_dim, element_bytes, target, short=short, plain=plain)[0]
 
 
 def choose_tiles(

@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 
 from scoremod.errors import BackendUnavailable
-from scoremod.target import KB, Target, choose_tile, parse_target
+from scoremod.target import KB, Target, Tile, choose_tiles, parse_target
 
 HEAD_DIMS = (16, 32, 64, 128, 256, 512)
+
+
+def choose_tile(d: int, dv: int, element_bytes: int, target: Target, short: bool = False) -> Tile:
+    return choose_tiles(d, dv, element_bytes, target, short=short)[0]
 
 
 def fake(kilobytes: int) -> Target:

@@ -17,7 +17,6 @@ from typing import Any
 from ..errors import Span, TypeMismatch
 from .ops import INT_MAX, INT_MIN, OPS, Op, Rule, Type
 
-INDEX_NAMES = ("i", "j", "b", "h", "hk", "q_len", "kv_len")
 Attr = Any  # CONST: a value; INDEX, CAPTURE, LOAD: a name; SIZE: (name, axis)
 
 
@@ -261,7 +260,6 @@ def _zero(type_: Type, span: Span | None) -> Expr:
 
 TRUE, FALSE = const(True), const(False)
 ZERO, ONE = const(0.0), const(1.0)
-NEG_INF = const(-float("inf"))
 
 
 # -- typed construction ------------------------------------------------------------------------

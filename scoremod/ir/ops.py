@@ -251,7 +251,3 @@ OPS: dict[Op, OpRecord] = {
     Op.SIN: OpRecord(1, _F, np.sin),
     Op.COS: OpRecord(1, _F, np.cos),
 }
-
-COMMUTATIVE = frozenset(
-    (Op.ADD, Op.MUL, Op.MIN, Op.MAX, Op.BITAND, Op.BITOR, Op.BITXOR, Op.EQ, Op.NE, Op.AND, Op.OR)
-)

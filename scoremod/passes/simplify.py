@@ -22,8 +22,6 @@ from .linear import Linear, build, fits, linear, shorter_comparison, shorter_sum
 from .logic import DUAL, simplify_chain, simplify_not, simplify_pair
 from .polynomial import in_region, shorter_polynomial
 
-MAX_ROUNDS = 6
-
 
 class Context:
     """Where a node stands: what is known of names, and whether its float bits matter."""
