@@ -15,12 +15,15 @@ LAYERS = """
     origin
     variant
     plan
-    plan_triton emit backends
+    plan_triton
+    plan_triton_backward plan_hopper emit backends
     render
     cache bundle launch
     binding
     inputs
-    attend_cpu attend_triton
+    gradients
+    attend_cpu attend_triton attend_hopper
+    backward_cpu backward_triton
     warm sources attention reference
     explain check
     api
