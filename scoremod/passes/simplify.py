@@ -438,8 +438,17 @@ class _Walk:
         return self.done[top]
 
     def _operands(self, node: Expr, exact: bool) -> list[Key]:
-        inner = exact or _jumps(node)
-        return [(a, inner and a.type is Type.FLOAT) for a in node.args]
+        return [
+            (a, a.type is Type.FLOAT and (exact or self._jumps(node, k)))
+            for k, a in enumerate(node.args)
+        ]
+
+    def _jumps(self, node: Expr, k: int) -> bool:
+        """Whether one bit of a float operand may change the result by more."""
+        if node.type is not Type.FLOAT or node.op in (Op.FLOORDIV, Op.MOD):
+            return True
+        # The sign of a zero decides between inf and -inf.
+        return not self.finite and k in _POLES.get(node.op, ())
 
     def _step(self, node: Expr, exact: bool) -> Expr:
         """One rule applied to a node whose operands are simple."""
@@ -462,7 +471,7 @@ class _Walk:
         """An operand that is the root of a polynomial or of a chain, in its shortest form."""
         chained = arg.op is node.op and arg.type is Type.BOOL
         part = in_region(node) and not (k == 1 and node.op in (Op.DIV, Op.POW))
-        exact = arg.type is Type.FLOAT and _jumps(node)
+        exact = arg.type is Type.FLOAT and self._jumps(node, k)
         return arg if chained or part or exact else self.whole(arg)
 
     def whole(self, node: Expr) -> Expr:
@@ -472,9 +481,8 @@ class _Walk:
         return shorter_polynomial(node, self.bounds, self.finite) if in_region(node) else node
 
 
-def _jumps(node: Expr) -> bool:
-    """Whether one bit of a float operand may change the result by more: a bool, an int, x // y."""
-    return node.type is not Type.FLOAT or node.op in (Op.FLOORDIV, Op.MOD)
+# Operands at whose zero an operation is infinite.
+_POLES: dict[Op, tuple[int, ...]] = {Op.DIV: (1,), Op.POW: (0, 1), Op.RSQRT: (0,)}
 
 
 def _loses_s(old: Expr, new: Expr) -> bool:
