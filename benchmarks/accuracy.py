@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from scoremod import Variant, variants
-from scoremod.attend_triton import options, stored
+from scoremod.attend_triton import options, store
 from scoremod.inputs import check_inputs
 from scoremod.ir.capture import Kind
 from scoremod.launch import device
@@ -115,7 +115,7 @@ def compile_one(job: tuple[str, str, Shape, Any]) -> None:
     )
     program, bound = variant._bind(draw(variant, shape), given.sizes, q.device)
     known = variant._type(program, bound)
-    stored(known, options(known, given, bound), target)
+    store(known, options(known, given, bound), target)
 
 
 def compare(name: str, dtype: str, shape: Shape) -> Row:

@@ -13,6 +13,7 @@ import torch
 from . import attend_triton, attention, explain, reference, sources
 from .analysis.tiles import TileMap, classify
 from .binding import Bound, Sizes, bind, check_names
+from .blocks import Blocks, read_blocks
 from .errors import (
     BackendUnavailable,
     CompositionError,
@@ -21,12 +22,13 @@ from .errors import (
     UnsupportedPython,
 )
 from .frontend.source import PythonSource, read_python, read_text_source
-from .inputs import Inputs, as_numpy, check_inputs, needs_grad
+from .inputs import Inputs, as_numpy, check_inputs, check_positions, needs_grad
 from .ir.capture import MISSING, Capture
 from .origin import Both, Chained, Either, Leaf, Negated, Origin, Renamed, leaves
 from .plan import Typed, assumed_params, assumptions, typed
 from .target import parse_target
-from .variant import Program, read
+from .tiles import Tiles
+from .variant import Program, S, read
 from .warm import KindOfCall, Warm, kind_of, warm
 
 # Kinds of calls whose decisions are kept, per variant.
@@ -92,20 +94,20 @@ class Variant:
         Returns out [B, Hq, Lq, Dv], or (out, lse) with lse [B, Hq, Lq] in natural log. `i` runs
         from `q_offset` (int, or int tensor [B]); keys from `kv_lens` [B] on are not read.
         """
-        if tiles is not None:
-            raise InputMismatch("tiles= is not supported yet")
         kind = values = None
         if backend is None and isinstance(q, torch.Tensor) and q.is_cuda:
             values = self._values(captures)
             if values is not None:
-                kind = kind_of(q, k, v, scale, q_offset, kv_lens, precision, values)
+                kind = kind_of(q, k, v, scale, q_offset, kv_lens, precision, tiles, values)
                 known = self._warm.get(kind)
                 if known is not None:
                     assert isinstance(q_offset, int)
-                    return known(q, k, v, q_offset, kv_lens, values, return_lse=return_lse)
+                    return known(q, k, v, q_offset, kv_lens, values, tiles, return_lse=return_lse)
         inputs = check_inputs(
             q, k, v, scale=scale, q_offset=q_offset, kv_lens=kv_lens, precision=precision
         )
+        if tiles is not None:
+            inputs = replace(inputs, tiles=_tiles(tiles, inputs))
         program, bound = self._bind(captures, inputs.sizes, inputs.q.device)
         name, _ = attention.choose_backend(inputs, backend)
         if name == "triton" and kind is not None:
@@ -265,6 +267,50 @@ class Variant:
             q_offset=q_offset,
         )
         return TileMap(kind, q_len, kv_len, block_m, block_n)
+
+    @_public
+    def prepare(
+        self,
+        q_len: int,
+        kv_len: int,
+        *,
+        batch: int = 1,
+        q_heads: int = 1,
+        q_offset: int | torch.Tensor = 0,
+        kv_lens: torch.Tensor | None = None,
+        device: torch.device | str | None = None,
+        **captures: Any,
+    ) -> Tiles:
+        """The tile structure of the mask, made once for the `tiles=` of many calls.
+
+        It takes the captures that the mask reads, and lives on `device` (theirs, else the current
+        GPU, else the CPU). `batch` and `q_heads` matter to a mask that reads b or h. A mask that is
+        a range of keys needs no structure, and takes no memory. After the contents of a captured
+        tensor changed, `.refresh()` it.
+        """
+        given = [*captures.values(), q_offset, kv_lens]
+        where = _device(device, [x for x in given if isinstance(x, torch.Tensor)])
+        for name, value in (("batch", batch), ("q_heads", q_heads)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputMismatch(f"{name} must be an int >= 1, not {value!r}")
+        self._sizes(q_len, kv_len, 0, 0, 0)
+        q_offset, kv_lens = check_positions(q_offset, kv_lens, batch, q_len, where)
+        offset = q_offset if isinstance(q_offset, int) else None
+        sizes = Sizes(batch, q_heads, q_heads, q_len, kv_len, offset)
+        check_names(self._program.captures, dict(self._program.consts), captures)
+
+        def rebind(values: Mapping[str, Any]) -> tuple[Typed, tuple[Bound, ...]]:
+            program = self._program
+            if {name for name, _ in program.consts} & values.keys():
+                program = read(self._origin, {**self._fixed, **values})
+            wanted = tuple(c for c in program.captures if c.name in program.mask.names)
+            named = {c.name for c in wanted}
+            mine = {k: v for k, v in values.items() if k in named}
+            bound = bind(wanted, dict(program.consts), mine, self._fixed, sizes, where)
+            only = replace(program, score=S, captures=wanted)
+            return typed(only, tuple(x.param for x in bound), self._text()), bound
+
+        return Tiles(rebind, captures, sizes, q_offset, kv_lens, where)
 
     def _sizes(self, q_len: int, kv_len: int, b: int, h: int, q_offset: int) -> Sizes:
         for name, value in (("q_len", q_len), ("kv_len", kv_len), ("b", b), ("h", h)):
@@ -478,10 +524,31 @@ class Variant:
         return Variant(origin, {**self._fixed, **other._fixed})
 
 
+def _tiles(given: Any, inputs: Inputs) -> Tiles | Blocks:
+    """What `tiles=` means: a prepared structure, or the user's own list of blocks."""
+    if isinstance(given, Tiles):
+        return given
+    batch, q_heads, q_len, _ = inputs.q.shape
+    return read_blocks(given, batch, q_heads, q_len, inputs.k.shape[2], inputs.q.device)
+
+
 def _number(found: Capture, value: bool | int | float) -> Any:
     """A number as the capture's declared type; an error where it does not fit."""
     (bound,) = bind((found,), {}, {found.name: value}, {}, Sizes(1, 1, 1, 0, 0), None)
     return bound.value
+
+
+def _device(given: torch.device | str | None, tensors: list[torch.Tensor]) -> torch.device:
+    """Where a structure lives."""
+    if given is not None:
+        found = torch.device(given)
+    elif tensors:
+        found = tensors[0].device
+    else:
+        found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if found.type == "cuda" and found.index is None:
+        found = torch.device("cuda", torch.cuda.current_device())
+    return found
 
 
 def _variant(value: object, what: str) -> Variant:

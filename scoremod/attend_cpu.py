@@ -13,9 +13,12 @@ import torch
 from .analysis.tiles import EMPTY, FULL, PARTIAL, classify
 from .backends.cpu import CPU
 from .binding import ANY_LENGTH, Bound
-from .inputs import Inputs, as_numpy, dtype_of, empty_like_q
+from .blocks import Blocks
+from .inputs import Inputs, as_numpy, bound_of, dtype_of, empty_like_q
 from .plan import CpuPlan, Typed, cpu_plan
 from .render import render
+from .structure import Sizes
+from .tiles import Tiles
 
 # Scores that one tile may hold, over all batches and heads: 16 MiB of float32.
 TILE_ELEMENTS = 2**22
@@ -28,7 +31,13 @@ Schedule = list[tuple[int, int, list[tuple[int, int, bool]]]]
 def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[Any, Any]:
     """Attention on the CPU: (out, lse)."""
     float64 = inputs.q.dtype is torch.float64
-    kernel = kernel_of(program, float64=float64, has_kv_lens=inputs.kv_lens is not None)
+    user = inputs.tiles if isinstance(inputs.tiles, Blocks) else None
+    kernel = kernel_of(
+        program,
+        float64=float64,
+        has_kv_lens=inputs.kv_lens is not None,
+        has_blocks=user is not None,
+    )
     q, k, v = inputs.q, inputs.k, inputs.v
     batch, kv_heads = q.shape[0], k.shape[1]
     out = empty_like_q(q, v.shape[3])
@@ -44,6 +53,7 @@ def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[An
         _per_batch(inputs.q_offset),
         _per_batch(inputs.kv_lens),
         schedule(program, inputs, bound),
+        user and (user.per_head(*heads), user.block_m, user.block_n),
         *(_argument(x, float64=float64) for x in bound),
     )
     return out, lse
@@ -55,9 +65,12 @@ def source(plan: CpuPlan) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def kernel_of(program: Typed, *, float64: bool, has_kv_lens: bool) -> Callable[..., None]:
+def kernel_of(
+    program: Typed, *, float64: bool, has_kv_lens: bool, has_blocks: bool = False
+) -> Callable[..., None]:
     """The compiled program of a variant."""
-    text = source(cpu_plan(program, float64=float64, has_kv_lens=has_kv_lens))
+    plan = cpu_plan(program, float64=float64, has_kv_lens=has_kv_lens, has_blocks=has_blocks)
+    text = source(plan)
     kernel: Callable[..., None] = CPU.compile(text)["attention_fwd"]
     return kernel
 
@@ -107,6 +120,20 @@ def schedule(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Schedu
 
 def _kinds(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> np.ndarray[Any, Any]:
     """The kind of each tile for all batches and heads together."""
+    size, tiles = blocks(inputs), inputs.tiles
+    if isinstance(tiles, Tiles):
+        mask = program.only_mask
+        tiles.check(mask, bound_of(mask, bound), Sizes.of(inputs), inputs.q_offset, inputs.kv_lens)
+        return tiles.kinds(size, lambda: _classified(program, inputs, bound))
+    kinds = _classified(program, inputs, bound)
+    if isinstance(tiles, Blocks):
+        some, every = tiles.over(inputs.q.shape[2], inputs.k.shape[2], *size)
+        kinds = np.where(every, kinds, np.where(some & (kinds != EMPTY), PARTIAL, EMPTY))
+    return kinds
+
+
+def _classified(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> np.ndarray[Any, Any]:
+    """The kinds that the mask alone leaves."""
     block_m, block_n = blocks(inputs)
     q_len, kv_len = inputs.q.shape[2], inputs.k.shape[2]
     shape = (-(-q_len // block_m), -(-kv_len // block_n))

@@ -6,39 +6,24 @@ from the call's sizes, strides and values, and a new length or scalar never comp
 
 from __future__ import annotations
 
-import functools
-import tempfile
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from .backends.compile_triton import Kernel, compile_kernel
-from .backends.triton import TRITON, fp_fusion, mend_interpreter
+from .backends.triton import TRITON, fp_fusion
 from .binding import ELEMENT_OF, Bound
-from .cache import CACHE, fingerprint, key
+from .blocks import Blocks
 from .errors import BackendUnavailable
-from .inputs import Inputs, empty_like_q
-from .ir.capture import Kind
-from .ir.ops import Type
-from .launch import HipLauncher, Launcher, current_stream, launcher
-from .launch import device as gpu
+from .inputs import Inputs, bound_of, empty_like_q, shared_values
 from .plan import Typed
-from .plan_triton import (
-    ELEMENT_BYTES,
-    SMALL,
-    Options,
-    StructurePlan,
-    TritonPlan,
-    structure_plan,
-    tiles_of,
-    triton_plan,
-)
+from .plan_triton import ELEMENT_BYTES, SMALL, Options, TritonPlan, tiles_of, triton_plan
+from .ready import Interpreted, Ready, ready, stored
 from .render import render
+from .structure import Sizes, Stored, store_structure, structure
 from .target import INTERPRETER, Target
+from .tiles import Tiles
 
 INT32_MAX = 2**31 - 1
 # Queries of a "short" call; the rest of a normal q tile would be idle.
@@ -54,6 +39,7 @@ def options(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Options
         precision = "exact" if dtype == "f32" else "fast"
     tensors = [q, k, v, *(x.value for x in bound if isinstance(x.value, torch.Tensor))]
     in_memory = isinstance(inputs.scale, torch.Tensor)
+    blocks = isinstance(inputs.tiles, Blocks)
     return Options(
         dtype=dtype,
         head_dim=q.shape[3],
@@ -64,10 +50,11 @@ def options(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Options
         aligned=all(_is_aligned(x, ELEMENT_BYTES[dtype]) for x in (q, k, v))
         and v.shape[3] * ELEMENT_BYTES[dtype] % 16 == 0,  # the output's rows too
         short=q.shape[2] <= SHORT,
-        # Lists bring a kernel of their own; a sweep of lengths is to compile two at most.
+        # A structure brings kernels of its own; a sweep of lengths is to compile two at most.
         even=(q.shape[2] | k.shape[2]) % 16 == 0 and program.half_lines,
         # With few queries, looking at the tiles first costs as much as the attention.
-        lists=q.shape[2] > SHORT and not program.half_lines,
+        stored=blocks or (q.shape[2] > SHORT and not program.half_lines),
+        blocks=blocks,
         has_kv_lens=inputs.kv_lens is not None,
         offset_per_batch=isinstance(inputs.q_offset, torch.Tensor),
         scale_in_memory=in_memory,
@@ -99,19 +86,6 @@ def unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
-Run = Callable[[int, Sequence[Any]], None]  # programs and arguments
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A kernel that can be launched, with its q and kv tile."""
-
-    run: Run
-    block_m: int
-    block_n: int
-    launcher: Launcher | HipLauncher | None = None  # None in Triton's interpreter
-
-
 def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[Any, Any]:
     """Attention on a GPU, or in Triton's interpreter for tensors on the CPU: (out, lse)."""
     with on_device(inputs.q):
@@ -122,9 +96,9 @@ def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[An
         grid = programs(kernel.block_m, inputs)
         if grid:
             values = arguments(inputs, bound, out, lse)
-            if chosen.lists:
-                found = structure(program, chosen, inputs, kernel)
-                values += found.lists(inputs.q.device, shared_values(inputs, bound))
+            if chosen.stored:
+                blocks = kernel.block_m, kernel.block_n
+                values += stored_structure(program, chosen, inputs, bound, blocks).arguments
             kernel.run(grid, values)
     return out, lse
 
@@ -142,87 +116,28 @@ def programs(block_m: int, inputs: Inputs) -> int:
     return -(-q_len // block_m) * batch * q_heads
 
 
-# -- tile structure ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Structure:
-    """How to list the kv tiles of each q tile, for calls of one shape."""
-
-    kernel: Ready
-    rows: int  # q tiles, of all structures
-    kv_tiles: int
-    sizes: tuple[int, ...]
-    stride_b: int
-    stride_h: int
-
-    def lists(self, device: torch.device, shared: Sequence[Any]) -> list[Any]:
-        """Look at the tiles; gives the arguments that the attention reads the lists by."""
-        lists = torch.empty((self.rows, self.kv_tiles), dtype=torch.int32, device=device)
-        counts = torch.empty((self.rows, 2), dtype=torch.int32, device=device)
-        self.kernel.run(self.rows, [lists, counts, *self.sizes, *shared])
-        return [lists, counts, self.stride_b, self.stride_h]
-
-
-def structure(program: Typed, chosen: Options, inputs: Inputs, kernel: Ready) -> Structure:
-    """The structure of a call: one for each batch and head that the mask reads."""
-    names = program.given_mask.names
-    per_batch = "b" in names or chosen.has_kv_lens or chosen.offset_per_batch
-    per_head = bool(names & {"h", "hk"})
-    structures_h = inputs.q.shape[1] if per_head else 1
-    q_len, kv_len = inputs.q.shape[2], inputs.k.shape[2]
-    q_tiles = -(-q_len // kernel.block_m)
-    return Structure(
-        structure_kernel(program, chosen, kernel, inputs.q.device),
-        (inputs.q.shape[0] if per_batch else 1) * structures_h * q_tiles,
-        -(-kv_len // kernel.block_n),
-        (q_len, kv_len, inputs.gqa_group, structures_h),
-        structures_h if per_batch else 0,
-        1 if per_head else 0,
-    )
-
-
-def structure_kernel(program: Typed, chosen: Options, kernel: Ready, device: torch.device) -> Ready:
-    """The kernel that writes the lists."""
-    blocks = kernel.block_m, kernel.block_n
-
-    def interpreted_text() -> tuple[str, str, dict[str, int]]:
-        plan = structure_plan(program, chosen, INTERPRETER, *blocks)
-        return structure_source(plan), "list_tiles", plan.constants
-
-    return _prepared(
-        structure_key(program, chosen, blocks),
-        device,
-        lambda target: compile_structure(structure_plan(program, chosen, target, *blocks)),
-        interpreted_text,
-    )
-
-
-def structure_key(program: Typed, chosen: Options, blocks: tuple[int, int]) -> tuple[object, ...]:
-    """What decides the kernel: dtypes, head dims and scores share it."""
-    flags = (chosen.small, chosen.wide_offsets, chosen.has_kv_lens, chosen.offset_per_batch)
-    return ("list_tiles", program.canonical, flags, blocks)
-
-
-def structure_source(plan: StructurePlan) -> str:
-    """The kernel's text."""
-    return render("tile_structure.py", plan, TRITON)
-
-
-def compile_structure(plan: StructurePlan) -> Kernel:
-    """Render and compile the kernel that writes the lists."""
-    return compile_kernel(
-        structure_source(plan),
-        "list_tiles",
-        plan.arguments,
-        plan.constants,
-        plan.target,
-        num_warps=8,
-        num_stages=1,
-        aligned=False,
-        even=False,
-        fp_fusion=fp_fusion(plan),
-    )
+def stored_structure(
+    program: Typed,
+    chosen: Options,
+    inputs: Inputs,
+    bound: tuple[Bound, ...],
+    blocks: tuple[int, int],
+    *,
+    transposed: bool = False,
+) -> Stored:
+    """The structure that a kernel with tiles of BLOCK_M x BLOCK_N reads: prepared, or made now."""
+    mask, sizes = program.only_mask, Sizes.of(inputs)
+    bound = bound_of(mask, bound)
+    if isinstance(inputs.tiles, Tiles):
+        inputs.tiles.check(mask, bound, sizes, inputs.q_offset, inputs.kv_lens)
+        return inputs.tiles.stored(mask, chosen, sizes, blocks, transposed=transposed)
+    user = inputs.tiles
+    if user is not None:
+        user.check_tile(*blocks)
+    device = inputs.q.device
+    how = structure(mask, chosen, sizes, blocks, device, user, transposed=transposed)
+    shared = shared_values(inputs.q_offset, inputs.kv_lens, bound)
+    return how.make(device, shared, () if user is None else user.arguments)
 
 
 # -- kernels -----------------------------------------------------------------------------------
@@ -234,65 +149,11 @@ def forward(program: Typed, chosen: Options, device: torch.device) -> Ready:
     def build(target: Target) -> Kernel:
         return compile_forward(program, chosen, target)
 
-    def interpreted_text() -> tuple[str, str, dict[str, int]]:
+    def interpret() -> Interpreted:
         plan = triton_plan(program, chosen, INTERPRETER)
-        return source(plan), "attention_fwd", plan.constants
+        return Interpreted(source(plan), "attention_fwd", plan.constants)
 
-    return _prepared(("attention_fwd", program.canonical, chosen), device, build, interpreted_text)
-
-
-# Kernels found so far, by what decides them and where they run.
-_READY: dict[tuple[object, ...], Ready] = {}
-
-
-def _prepared(
-    what: tuple[object, ...],
-    device: torch.device,
-    build: Callable[[Target], Kernel],
-    interpret: Callable[[], tuple[str, str, dict[str, int]]],
-) -> Ready:
-    """A kernel from memory, from the disk cache, compiled, or in the interpreter."""
-    found = _READY.get((what, device))
-    if found is None:
-        if device.type == "cuda":
-            found = _on_gpu(what, device, build)
-        else:
-            found = _interpreted(*interpret())
-        _READY[what, device] = found
-    return found
-
-
-def _on_gpu(
-    what: tuple[object, ...],
-    device: torch.device,
-    build: Callable[[Target], Kernel],
-) -> Ready:
-    target = gpu(device.index)
-    name = key(fingerprint(), what, target)
-    kernel = CACHE.get_or_compile(name, lambda: build(target))
-    constants, launching = dict(kernel.constants), launcher(kernel)
-
-    def run(grid: int, values: Sequence[Any]) -> None:
-        launching.launch((grid, 1, 1), current_stream(device.index), values)
-
-    return Ready(run, constants["BLOCK_M"], constants["BLOCK_N"], launching)
-
-
-def _interpreted(text: str, entry: str, constants: dict[str, int]) -> Ready:
-    mend_interpreter()
-    # A folder of this process alone: what lies in it is executed.
-    folder = Path(_interpreter_folder().name)
-    kernel = getattr(TRITON.compile(text, folder), entry)
-    return Ready(
-        lambda grid, values: kernel[(grid,)](*values, **constants),
-        constants["BLOCK_M"],
-        constants["BLOCK_N"],
-    )
-
-
-@functools.cache
-def _interpreter_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="scoremod-")
+    return ready(("attention_fwd", program.canonical, chosen), device, build, interpret)
 
 
 def compile_forward(program: Typed, chosen: Options, target: Target) -> Kernel:
@@ -328,17 +189,14 @@ def source(plan: TritonPlan) -> str:
     return render("attention_fwd.py", plan, TRITON)
 
 
-def stored(program: Typed, chosen: Options, target: Target) -> None:
-    """Put the kernels of a call into the cache; needs no GPU."""
+def store(program: Typed, chosen: Options, target: Target) -> None:
+    """Put the kernels of a call into the disk cache; needs no GPU."""
     what = ("attention_fwd", program.canonical, chosen)
-    name = key(fingerprint(), what, target)
-    kernel = CACHE.get_or_compile(name, lambda: compile_forward(program, chosen, target))
-    if chosen.lists:
+    kernel = stored(what, target, lambda target: compile_forward(program, chosen, target))
+    if chosen.stored:
         constants = dict(kernel.constants)
         blocks = constants["BLOCK_M"], constants["BLOCK_N"]
-        name = key(fingerprint(), structure_key(program, chosen, blocks), target)
-        plan = structure_plan(program, chosen, target, *blocks)
-        CACHE.get_or_compile(name, lambda: compile_structure(plan))
+        store_structure(program.only_mask, chosen, target, blocks)
 
 
 # -- arguments ---------------------------------------------------------------------------------
@@ -356,32 +214,8 @@ def arguments(
         values += x.stride()[:3]
     values += [q.shape[2], k.shape[2], q.shape[1], inputs.gqa_group]
     values.append(_in_float32(inputs.scale))
-    return values + shared_values(inputs, bound)
-
-
-def shared_values(inputs: Inputs, bound: tuple[Bound, ...]) -> list[Any]:
-    """The values of `plan_triton.shared_arguments`."""
-    values = [_in_int32(inputs.q_offset)]
-    if inputs.kv_lens is not None:
-        values.append(_in_int32(inputs.kv_lens))
-    for item in bound:
-        values += _capture_arguments(item)
-    return values
+    return values + shared_values(inputs.q_offset, inputs.kv_lens, bound)
 
 
 def _in_float32(value: float | torch.Tensor) -> Any:
     return value.to(torch.float32) if isinstance(value, torch.Tensor) else value
-
-
-def _in_int32(value: int | torch.Tensor) -> Any:
-    return value.to(torch.int32) if isinstance(value, torch.Tensor) else value
-
-
-def _capture_arguments(item: Bound) -> list[Any]:
-    if item.param.kind is Kind.TENSOR:
-        assert isinstance(item.value, torch.Tensor)
-        table = item.value.detach()
-        return [table, *table.shape, *table.stride()]
-    if isinstance(item.value, torch.Tensor):
-        return [item.value.detach()]
-    return [int(item.value) if item.param.type is Type.BOOL else item.value]

@@ -86,8 +86,11 @@ def explain_kernel(plan: TritonPlan) -> list[str]:
     lines += [f"  folded   {_folded(plan)}"]
     lines += [f"  keys     {_keys(*run.range.body)}" for run in plan.runs]
     lines += [f"  loop     {segment.title}" for segment in plan.kv_segments]
-    if plan.lists:
-        lines.append("  lists    the mask is evaluated once per call to list the tiles it leaves")
+    if plan.stored:
+        lines.append(
+            "  tiles    found once per call, or by .prepare(): proved from the ends of each tile, "
+            "and looked into where that does not decide"
+        )
     return lines
 
 

@@ -7,7 +7,7 @@ lse float32 [B, Hq, Lq], natural log.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,9 @@ import torch
 
 from .binding import Bound, Sizes
 from .errors import InputMismatch
+from .ir.capture import Kind
 from .ir.ops import Type
+from .plan import Typed
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PRECISIONS = ("auto", "exact", "fast")
@@ -32,6 +34,7 @@ class Inputs:
     q_offset: int | torch.Tensor
     kv_lens: torch.Tensor | None
     precision: str = "auto"
+    tiles: Any = None  # prepared Tiles, or the user's Blocks
 
     @property
     def sizes(self) -> Sizes:
@@ -79,8 +82,7 @@ def check_inputs(
         k,
         v,
         _checked_scale(scale, q),
-        _checked_offset(q_offset, q),
-        _checked_lens(kv_lens, q, k),
+        *check_positions(q_offset, kv_lens, q.shape[0], q.shape[2], q.device),
         precision,
     )
 
@@ -137,33 +139,44 @@ def _checked_scale(scale: float | torch.Tensor | None, q: torch.Tensor) -> float
     return float(scale)
 
 
-def _checked_offset(q_offset: int | torch.Tensor, q: torch.Tensor) -> int | torch.Tensor:
+def check_positions(
+    q_offset: int | torch.Tensor,
+    kv_lens: torch.Tensor | None,
+    batch: int,
+    q_len: int,
+    device: torch.device,
+) -> tuple[int | torch.Tensor, torch.Tensor | None]:
+    """Where i begins and j ends, checked."""
+    return _checked_offset(q_offset, batch, q_len), _checked_lens(kv_lens, batch, device)
+
+
+def _checked_offset(q_offset: int | torch.Tensor, batch: int, q_len: int) -> int | torch.Tensor:
     if isinstance(q_offset, torch.Tensor):
-        if q_offset.dtype not in (torch.int32, torch.int64) or q_offset.shape != (q.shape[0],):
+        if q_offset.dtype not in (torch.int32, torch.int64) or q_offset.shape != (batch,):
             raise InputMismatch(
-                f"q_offset must be an int or an int tensor [{q.shape[0]}], "
+                f"q_offset must be an int or an int tensor [{batch}], "
                 f"not {q_offset.dtype} {tuple(q_offset.shape)}"
             )
         return q_offset
     if isinstance(q_offset, bool) or not isinstance(q_offset, int):
         raise InputMismatch(f"q_offset must be an int, not {type(q_offset).__name__}")
-    if not 0 <= q_offset < 2**31 - max(1, q.shape[2]):
+    if not 0 <= q_offset < 2**31 - max(1, q_len):
         raise InputMismatch(f"q_offset must be at least 0 and below 2**31, not {q_offset}")
     return q_offset
 
 
 def _checked_lens(
-    kv_lens: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor
+    kv_lens: torch.Tensor | None, batch: int, device: torch.device
 ) -> torch.Tensor | None:
     if kv_lens is None:
         return None
-    if not isinstance(kv_lens, torch.Tensor) or kv_lens.shape != (q.shape[0],):
+    if not isinstance(kv_lens, torch.Tensor) or kv_lens.shape != (batch,):
         shape = tuple(getattr(kv_lens, "shape", ()))
-        raise InputMismatch(f"kv_lens must be an int32 tensor [{q.shape[0]}], not {shape}")
+        raise InputMismatch(f"kv_lens must be an int32 tensor [{batch}], not {shape}")
     if kv_lens.dtype not in (torch.int32, torch.int64):
         raise InputMismatch(f"kv_lens must be int32, not {kv_lens.dtype}")
-    if kv_lens.device != q.device:
-        raise InputMismatch(f"kv_lens is on {kv_lens.device}, but q is on {q.device}")
+    if kv_lens.device != device:
+        raise InputMismatch(f"kv_lens is on {kv_lens.device}, but q is on {device}")
     return kv_lens
 
 
@@ -176,6 +189,37 @@ def empty_like_q(q: torch.Tensor, v_head_dim: int) -> torch.Tensor:
     out = torch.empty(sizes, dtype=q.dtype, device=q.device)
     inverse = sorted(range(3), key=order.__getitem__)
     return out.permute(*inverse, 3)
+
+
+def bound_of(program: Typed, bound: tuple[Bound, ...]) -> tuple[Bound, ...]:
+    """The values of a program's captures, out of those of a call."""
+    return tuple(x for x in bound if x.param in program.params)
+
+
+def shared_values(
+    q_offset: int | torch.Tensor, kv_lens: torch.Tensor | None, bound: Sequence[Bound]
+) -> list[Any]:
+    """The run-time values that every kernel of a variant takes (`plan_triton.shared_arguments`)."""
+    values = [_in_int32(q_offset)]
+    if kv_lens is not None:
+        values.append(_in_int32(kv_lens))
+    for item in bound:
+        values += _capture_arguments(item)
+    return values
+
+
+def _in_int32(value: int | torch.Tensor) -> Any:
+    return value.to(torch.int32) if isinstance(value, torch.Tensor) else value
+
+
+def _capture_arguments(item: Bound) -> list[Any]:
+    if item.param.kind is Kind.TENSOR:
+        assert isinstance(item.value, torch.Tensor)
+        table = item.value.detach()
+        return [table, *table.shape, *table.stride()]
+    if isinstance(item.value, torch.Tensor):
+        return [item.value.detach()]
+    return [int(item.value) if item.param.type is Type.BOOL else item.value]
 
 
 def needs_grad(inputs: Inputs, bound: tuple[Bound, ...]) -> bool:

@@ -87,6 +87,12 @@ class Typed:
         params = tuple((p.kind.value, p.element, p.rank, p.by_value) for p in self.params)
         return (*(e.digest for e in exprs), params)
 
+    @functools.cached_property
+    def only_mask(self) -> Typed:
+        """The mask with what it captures: all that a tile structure depends on."""
+        params = tuple(p for p in self.params if p.name in self.given_mask.names)
+        return Typed(self.name, params, S, self.given_mask, self.text)
+
     @property
     def score_function(self) -> DeviceFunction | None:
         """The score, unless it is s itself."""
@@ -200,14 +206,17 @@ class CpuPlan:
     params: tuple[Param, ...]
     float_type: str  # torch.float32, or torch.float64 for float64 inputs
     has_kv_lens: bool
+    has_blocks: bool = False  # the user lists blocks that may be visited
 
     @property
     def masked(self) -> bool:
         """Whether a tile may hold a pair that does not attend."""
-        return self.mask is not None or self.has_kv_lens
+        return self.mask is not None or self.has_kv_lens or self.has_blocks
 
 
-def cpu_plan(program: Typed, *, float64: bool, has_kv_lens: bool) -> CpuPlan:
+def cpu_plan(
+    program: Typed, *, float64: bool, has_kv_lens: bool, has_blocks: bool = False
+) -> CpuPlan:
     """Decide the CPU program."""
     program = with_kernel_names(program, "cpu")
     score, mask = program.score_function, program.mask_function
@@ -220,4 +229,5 @@ def cpu_plan(program: Typed, *, float64: bool, has_kv_lens: bool) -> CpuPlan:
         params=program.params,
         float_type="torch.float64" if float64 else "torch.float32",
         has_kv_lens=has_kv_lens,
+        has_blocks=has_blocks,
     )

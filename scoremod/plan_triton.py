@@ -37,7 +37,8 @@ class Options:
     scale_in_memory: bool = False
     positive_scale: bool = True
     even: bool = True  # q_len and kv_len are multiples of 16
-    lists: bool = False  # the kv tiles of each q tile are listed in memory
+    stored: bool = False  # which tiles to visit is read from memory (`plan_structure.py`)
+    blocks: bool = False  # the user gives blocks that may be visited, too
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,18 @@ class Argument:
 
 @dataclass(frozen=True)
 class Run:
-    """The visible tiles of one piece of the mask, as names in the kernel."""
+    """The kv tiles that one piece of the mask leaves, as names in the kernel."""
 
     range: DeviceFunction
     number: int
+
+    @property
+    def lo(self) -> str:
+        return f"lo_{self.number}"
+
+    @property
+    def hi(self) -> str:
+        return f"hi_{self.number}"
 
     @property
     def first(self) -> str:
@@ -64,9 +73,12 @@ class Run:
         return f"end_{self.number}"
 
     @property
-    def count(self) -> str:
-        """Tiles of this run and of those before it."""
-        return f"count_{self.number}"
+    def full_first(self) -> str:
+        return f"full_first_{self.number}"
+
+    @property
+    def full_end(self) -> str:
+        return f"full_end_{self.number}"
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,50 @@ class Pair:
 
     a: Run
     b: Run
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive tiles that a loop visits: `first` to `end` are names in the kernel.
+
+    Step t of the loop is tile t + shift while t < count, the tiles of all stretches up to this one.
+    """
+
+    kind: str
+    number: int
+    first: str = ""
+    end: str = ""
+
+    @property
+    def shift(self) -> str:
+        return f"{self.kind}_shift_{self.number}"
+
+    @property
+    def count(self) -> str:
+        return f"{self.kind}_count_{self.number}"
+
+    @property
+    def before(self) -> str:
+        """The tiles of the stretches before this one."""
+        return f"{self.kind}_count_{self.number - 1}" if self.number else "0"
+
+    @property
+    def shift_place(self) -> int:
+        """Where a stored structure has it."""
+        return KIND_PLACE[self.kind] + self.number
+
+    @property
+    def count_place(self) -> int:
+        return self.shift_place + STORED_RUNS
+
+
+# Runs of each kind that a stored structure has room for: four lost 1 % of tiles over the catalogue.
+STORED_RUNS = 4
+# A row of tiles in a stored structure, in int32: shifts and counts of partial and of full runs,
+# then how many tiles are scattered over more runs than that.
+KIND_PLACE = {"partial": 0, "full": 2 * STORED_RUNS}
+SCATTERED_PLACE = 4 * STORED_RUNS
+RECORD = 32  # 128 bytes, a cache line
 
 
 @dataclass(frozen=True)
@@ -106,6 +162,7 @@ class Segment:
     """A loop over kv tiles of one kind."""
 
     kind: str  # a key of TITLES
+    stretches: tuple[Stretch, ...]
     load_k: LoadMask
     load_v: LoadMask
 
@@ -115,36 +172,26 @@ class Segment:
 
     @property
     def masked(self) -> bool:
-        return self.kind not in ("full", "full_list")
+        return self.kind != "full"
 
     @property
-    def full(self) -> bool:
-        return self.kind == "full"
+    def scattered(self) -> bool:
+        return self.kind == "scattered"
 
     @property
-    def partial(self) -> bool:
-        return self.kind == "partial"
+    def last(self) -> Stretch:
+        return self.stretches[-1]
 
     @property
-    def full_list(self) -> bool:
-        return self.kind == "full_list"
-
-    @property
-    def partial_list(self) -> bool:
-        return self.kind == "partial_list"
-
-    @property
-    def runs(self) -> bool:
-        """The tiles of several pieces of the mask."""
-        return self.kind == "runs"
+    def earlier(self) -> tuple[Stretch, ...]:
+        """The stretches before the last one, the nearest first."""
+        return self.stretches[-2::-1]
 
 
 TITLES = {
-    "full": "full tiles: every pair attends",
     "partial": "partial tiles: masked pair by pair",
-    "full_list": "full tiles of the list: every pair attends",
-    "partial_list": "partial tiles of the list: masked pair by pair",
-    "runs": "visible tiles, run after run: masked pair by pair",
+    "full": "full tiles: every pair attends",
+    "scattered": "scattered tiles, where runs do not say it: masked pair by pair",
 }
 
 
@@ -176,24 +223,25 @@ class TritonPlan:
     @property
     def every_key(self) -> bool:
         """Whether all keys of the tensor are visible to all queries."""
-        return self.mask is None
+        return self.mask is None and not self.stored
 
     @property
-    def one_range(self) -> bool:
-        """Whether the mask is one range of keys per query, so that full tiles are known."""
-        return len(self.runs) == 1 and any(s.full for s in self.kv_segments)
+    def record(self) -> int:
+        """Int32 of one row of a stored structure."""
+        return RECORD
 
     @property
-    def lists(self) -> bool:
-        return self.options.lists
+    def scattered_place(self) -> int:
+        return SCATTERED_PLACE
 
     @property
-    def many_runs(self) -> bool:
-        return any(s.runs for s in self.kv_segments)
+    def stored(self) -> bool:
+        return self.options.stored
 
     @property
-    def last_run(self) -> Run:
-        return self.runs[-1]
+    def full_runs(self) -> bool:
+        """Whether the pieces of the mask say which tiles are full."""
+        return bool(self.runs) and any(s.kind == "full" for s in self.kv_segments)
 
     @property
     def exchanges(self) -> tuple[Pair, ...]:
@@ -271,9 +319,8 @@ def triton_plan(
         )
     mask = program.mask_function
     pieces = solve(program.mask, "j") if mask is not None else ()
-    runs = () if options.lists else runs_of(program, pieces)
+    runs = () if options.stored else runs_of(program, pieces)
     pad_d, pad_dv = block_d != options.head_dim, block_dv != options.v_head_dim
-    kinds = segments_of(mask, pieces, options)
     return TritonPlan(
         title=f"Attention forward for `{program.name}`: portable Triton, {target}",
         comments=program.text,
@@ -284,8 +331,8 @@ def triton_plan(
         mask=mask,
         runs=runs,
         kv_segments=tuple(
-            Segment(kind, LoadMask("full" not in kind, pad_d), LoadMask("full" not in kind, pad_dv))
-            for kind in kinds
+            Segment(kind, stretches, *(LoadMask(kind != "full", pad) for pad in (pad_d, pad_dv)))
+            for kind, stretches in segments_of(mask, pieces, runs, options)
         ),
         params=program.params,
         arguments=arguments(program.params, options),
@@ -310,7 +357,7 @@ def tiles_of(program: Typed, options: Options, target: Target) -> tuple[Tile, ..
         ELEMENT_BYTES[options.dtype],
         target,
         short=options.short,
-        plain=program.score == S and not two_sided and not options.lists,
+        plain=program.score == S and not two_sided and not options.stored,
     )
 
 
@@ -323,91 +370,43 @@ def runs_of(program: Typed, pieces: tuple[Piece, ...]) -> tuple[Run, ...]:
 
 
 def segments_of(
-    mask: DeviceFunction | None, pieces: tuple[Piece, ...], options: Options
-) -> tuple[str, ...]:
-    """The loops of the kernel, by kind of tile."""
-    if options.lists:
-        return ("partial_list", "full_list")
-    if mask is None or (len(pieces) == 1 and pieces[0].is_pure):
-        return ("partial", "full")
-    return ("runs",) if pieces else ()
+    mask: DeviceFunction | None, pieces: tuple[Piece, ...], runs: tuple[Run, ...], options: Options
+) -> tuple[tuple[str, tuple[Stretch, ...]], ...]:
+    """The loops of the kernel, by kind of tile, and the stretches that each visits."""
+    if options.stored:
+        stored = range(STORED_RUNS)
+        partial, full = (tuple(Stretch(kind, k) for k in stored) for kind in ("partial", "full"))
+        return ("partial", partial), ("full", full), ("scattered", ())
+    if mask is None:
+        ends = [("first_0", "full_first_0"), ("full_end_0", "end_0")]
+        return _segment("partial", ends), _segment("full", [("full_first_0", "full_end_0")])
+    if not all(piece.is_pure for piece in pieces):
+        return (_segment("partial", [(r.first, r.end) for r in runs]),)
+    around = [ends for r in runs for ends in ((r.first, r.full_first), (r.full_end, r.end))]
+    inside = [(r.full_first, r.full_end) for r in runs]
+    return (_segment("partial", around), _segment("full", inside)) if runs else ()
 
 
-@dataclass(frozen=True)
-class StructurePlan:
-    """The kernel that lists the kv tiles of each q tile."""
-
-    title: str
-    comments: tuple[str, ...]
-    target: Target
-    options: Options
-    functions: tuple[DeviceFunction, ...]
-    mask: DeviceFunction
-    runs: tuple[Run, ...]
-    params: tuple[Param, ...]
-    arguments: tuple[Argument, ...]
-    scalars_in_memory: tuple[Argument, ...]
-    block_m: int
-    block_n: int
-
-    @property
-    def wide_scalars(self) -> tuple[str, ...]:
-        """Ints passed by value that are computed with in 64 bits."""
-        return wide_scalars(self.params, self.options)
-
-    @property
-    def no_runs(self) -> bool:
-        return not self.runs
-
-    @property
-    def exact(self) -> bool:
-        """What decides a pair is computed exactly whatever the precision of the score."""
-        return True
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "CHUNK": CHUNK}
-
-
-# kv tiles that a program looks at in one step; 4 would spill 168 bytes of registers.
-CHUNK = 2
-
-
-def structure_plan(
-    program: Typed, options: Options, target: Target, block_m: int, block_n: int
-) -> StructurePlan:
-    """Decide the kernel that lists tiles of BLOCK_M queries and BLOCK_N keys."""
-    program = with_kernel_names(program, "triton")
-    mask = program.mask_function or DeviceFunction(
-        f"{program.name}_mask", program.params, (program.mask,), "Whether a pair attends."
-    )
-    runs = runs_of(program, solve(program.mask, "j"))
-    return StructurePlan(
-        title=f"Which kv tiles `{program.name}` leaves: portable Triton, {target}",
-        comments=program.text,
-        target=target,
-        options=options,
-        functions=(mask, *(r.range for r in runs)),
-        mask=mask,
-        runs=runs,
-        params=program.params,
-        arguments=structure_arguments(program.params, options),
-        scalars_in_memory=scalars_in_memory(program.params),
-        block_m=block_m,
-        block_n=block_n,
-    )
-
-
-def structure_arguments(params: tuple[Param, ...], options: Options) -> tuple[Argument, ...]:
-    """The run-time arguments of `list_tiles`, in order."""
-    found = [Argument(name, "*i32") for name in ("tile_lists", "tile_counts")]
-    found += [Argument(n, "i32") for n in ("q_len", "kv_len", "gqa_group", "structures_h")]
-    return (*found, *shared_arguments(params, options))
+def _segment(kind: str, ends: list[tuple[str, str]]) -> tuple[str, tuple[Stretch, ...]]:
+    return kind, tuple(Stretch(kind, k, *names) for k, names in enumerate(ends))
 
 
 def kv_range(piece: Piece, name: str, params: tuple[Param, ...]) -> DeviceFunction:
-    """The first and the last key that a row may see, by one piece of the mask."""
-    lo, hi = const(0), make(Op.SUB, index("kv_len"), const(1))
+    """The first and the last key that a query may see, by one piece of the mask."""
+    last = make(Op.SUB, index("kv_len"), const(1))
+    doc = "The first and last key that a query may see."
+    return DeviceFunction(name, params, range_ends(piece, last), doc)
+
+
+def q_range(piece: Piece, name: str, params: tuple[Param, ...]) -> DeviceFunction:
+    """The first and the last query that may see a key, by one piece of the mask."""
+    doc = "The first and last query that may see a key."
+    return DeviceFunction(name, params, range_ends(piece, const(FAR - 1)), doc)
+
+
+def range_ends(piece: Piece, last: Expr) -> tuple[Expr, Expr]:
+    """The least and the greatest index of a piece, in 0..last."""
+    lo, hi = const(0), last
     for bound in piece.los:
         lo = make(Op.MAX, lo, bound)
     for bound in piece.his:
@@ -417,7 +416,7 @@ def kv_range(piece: Piece, name: str, params: tuple[Param, ...]) -> DeviceFuncti
     for condition in piece.guards:
         lo = make(Op.WHERE, condition, lo, const(FAR))
         hi = make(Op.WHERE, condition, hi, const(-1))
-    return DeviceFunction(name, params, (lo, hi), "The first and last key that a query may see.")
+    return lo, hi
 
 
 def launch_bounds(params: tuple[Param, ...], *, small: bool) -> Bounds:
@@ -483,8 +482,8 @@ def arguments(params: tuple[Param, ...], options: Options) -> tuple[Argument, ..
     found += [Argument(name, "i32") for name in ("q_len", "kv_len", "q_heads", "gqa_group")]
     found.append(Argument("sm_scale", "*fp32" if options.scale_in_memory else "fp32"))
     found += shared_arguments(params, options)
-    if options.lists:
-        found += [Argument(name, "*i32") for name in ("tile_lists", "tile_counts")]
+    if options.stored:
+        found += [Argument(name, "*i32") for name in ("tile_runs", "tile_words")]
         found += [Argument(f"structure_stride_{axis}", "i32") for axis in ("b", "h")]
     return tuple(found)
 

@@ -9,7 +9,9 @@ from .binding import ELEMENT_OF, Bound
 from .errors import InputMismatch
 from .inputs import Inputs
 from .plan import Typed, cpu_plan
-from .plan_triton import ELEMENT_BYTES, Options, structure_plan, tiles_of, triton_plan
+from .plan_structure import structure_plan
+from .plan_triton import ELEMENT_BYTES, Options, tiles_of, triton_plan
+from .structure import structure_source
 from .target import parse_target
 
 _WORDS = {"f16": "f16", "fp16": "f16", "float16": "f16", "bfloat16": "bf16", "fp32": "f32"}
@@ -41,7 +43,7 @@ def of_call(program: Typed, inputs: Inputs, bound: tuple[Bound, ...], target: st
 
 
 def of_tiles(program: Typed, chosen: Options, target: str) -> str:
-    """The kernel that lists the tiles which the mask leaves."""
+    """The kernels that find the tiles which the mask leaves."""
     if program.half_lines:
         raise InputMismatch(
             f"`{program.name}` has no kernel for tiles",
@@ -49,8 +51,8 @@ def of_tiles(program: Typed, chosen: Options, target: str) -> str:
         )
     found = parse_target(target)
     tile = tiles_of(program, chosen, found)[0]
-    plan = structure_plan(program, chosen, found, tile.block_m, tile.block_n)
-    return attend_triton.structure_source(plan)
+    plan = structure_plan(program.only_mask, chosen, found, tile.block_m, tile.block_n)
+    return structure_source(plan)
 
 
 def of_shape(
@@ -77,4 +79,4 @@ def options_of_shape(
     if precision == "auto":
         precision = "exact" if dtype == "f32" else "fast"
     half_lines = program.half_lines
-    return Options(dtype, head_dim, v_head_dim, precision, even=half_lines, lists=not half_lines)
+    return Options(dtype, head_dim, v_head_dim, precision, even=half_lines, stored=not half_lines)

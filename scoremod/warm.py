@@ -7,18 +7,20 @@ checks, the binding and the choice of a kernel look at; calls of equal kind diff
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from .attend_triton import Structure, arguments, forward, options, programs, structure
+from .attend_triton import arguments, forward, options, programs
 from .binding import Bound
-from .inputs import Inputs, empty_like_q
+from .inputs import Inputs, bound_of, empty_like_q
 from .ir.capture import Kind
 from .launch import Launcher, current_stream
 from .plan import Typed
-from .plan_triton import SMALL
+from .plan_triton import SMALL, Options
+from .structure import Sizes, Structure, structure
+from .tiles import Tiles
 
 # Where `attend_triton.arguments` puts what changes from call to call, after q, k, v, out and lse.
 Q_OFFSET, KV_LENS = 22, 23
@@ -35,6 +37,7 @@ def kind_of(
     q_offset: int | torch.Tensor,
     kv_lens: torch.Tensor | None,
     precision: str,
+    tiles: Any,
     values: Sequence[Value],
 ) -> KindOfCall | None:
     """The kind of a call on a GPU; None where it must be checked each time."""
@@ -44,12 +47,14 @@ def kind_of(
     grad = torch.is_grad_enabled()
     if grad and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
+    if tiles is not None and type(tiles) is not Tiles:
+        return None
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
         return None
     # Device numbers rather than torch.device objects, which are slow to make and to hash.
     found: list[Any] = [
         q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype,
-        device, k.get_device(), v.get_device(), precision,
+        device, k.get_device(), v.get_device(), precision, tiles is None,
     ]  # fmt: skip
     if type(scale) in (float, int):
         found.append(scale)
@@ -75,6 +80,38 @@ def kind_of(
 
 
 @dataclass(frozen=True)
+class WarmTiles:
+    """How a call of one kind comes to its tile structure."""
+
+    structure: Structure
+    places: tuple[int, ...]  # of the kernel's arguments that the structure depends on, too
+    mask: Typed
+    chosen: Options
+    sizes: Sizes
+    blocks: tuple[int, int]
+    captures: tuple[Bound, ...]  # of the mask, without values
+    of_call: tuple[int, ...]  # which of the call's captures they are
+
+    def arguments(
+        self,
+        tiles: Tiles | None,
+        device: torch.device,
+        values: Sequence[Any],
+        q_offset: int,
+        kv_lens: torch.Tensor | None,
+        captures: Sequence[Value],
+    ) -> list[Any]:
+        """What the attention reads the structure by."""
+        if tiles is None:
+            return self.structure.make(device, [values[k] for k in self.places], ()).arguments
+        bound = [
+            replace(x, value=captures[k]) for x, k in zip(self.captures, self.of_call, strict=True)
+        ]
+        tiles.check(self.mask, bound, self.sizes, q_offset, kv_lens)
+        return tiles.stored(self.mask, self.chosen, self.sizes, self.blocks).arguments
+
+
+@dataclass(frozen=True)
 class Warm:
     """What a call of one kind still has to do."""
 
@@ -87,7 +124,7 @@ class Warm:
     out_like_q: bool
     v_head_dim: int
     device: int
-    structure: Structure | None
+    tiles: WarmTiles | None
 
     def __call__(
         self,
@@ -97,6 +134,7 @@ class Warm:
         q_offset: int,
         kv_lens: torch.Tensor | None,
         captures: Sequence[Value],
+        tiles: Tiles | None,
         *,
         return_lse: bool,
     ) -> Any:
@@ -111,8 +149,8 @@ class Warm:
             values[KV_LENS] = kv_lens
         for position, value in zip(self.captures, captures, strict=True):
             values[position] = value
-        if self.structure is not None:
-            values += self.structure.lists(q.device, values[Q_OFFSET:])
+        if self.tiles is not None:
+            values += self.tiles.arguments(tiles, q.device, values, q_offset, kv_lens, captures)
         launch = self.launcher.prepare(values, self.device)
         launch.launch(self.grid, current_stream(self.device))
         return (out, lse) if return_lse else out
@@ -154,8 +192,29 @@ def warm(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Warm | Non
         (like_q.shape, like_q.stride()) == (out.shape, out.stride()),
         inputs.v.shape[3],
         device,
-        structure(program, chosen, inputs, ready) if chosen.lists else None,
+        _warm_tiles(program, chosen, inputs, bound, (ready.block_m, ready.block_n)),
     )
+
+
+def _warm_tiles(
+    program: Typed,
+    chosen: Options,
+    inputs: Inputs,
+    bound: tuple[Bound, ...],
+    blocks: tuple[int, int],
+) -> WarmTiles | None:
+    if not chosen.stored:
+        return None
+    mask, sizes = program.only_mask, Sizes.of(inputs)
+    captures = bound_of(mask, bound)
+    of_call = tuple(k for k, x in enumerate(bound) if x.param in mask.params)
+    places = [*range(Q_OFFSET, KV_LENS + (inputs.kv_lens is not None))]
+    starts = _positions(inputs, bound)
+    for k in of_call:
+        places += range(starts[k], starts[k] + _width(bound[k]))
+    how = structure(mask, chosen, sizes, blocks, inputs.q.device)
+    without = tuple(replace(x, value=0) for x in captures)
+    return WarmTiles(how, tuple(places), mask, chosen, sizes, blocks, without, of_call)
 
 
 def _positions(inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[int, ...]:
@@ -164,5 +223,10 @@ def _positions(inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[int, ...]:
     found = []
     for item in bound:
         found.append(position)
-        position += 1 + 2 * item.param.rank if item.param.kind is Kind.TENSOR else 1
+        position += _width(item)
     return tuple(found)
+
+
+def _width(item: Bound) -> int:
+    """How many arguments a capture is: a table brings its lengths and strides."""
+    return 1 + 2 * item.param.rank if item.param.kind is Kind.TENSOR else 1

@@ -16,12 +16,15 @@ LAYERS = """
     variant
     plan
     plan_triton
+    plan_structure
     plan_triton_backward plan_hopper emit backends
     render
     cache bundle launch
     binding
     inputs
-    gradients
+    gradients ready blocks
+    structure
+    tiles
     attend_cpu attend_triton attend_hopper
     backward_cpu backward_triton
     warm sources attention reference

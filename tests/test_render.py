@@ -17,13 +17,8 @@ from scoremod.attend_cpu import source as cpu_source
 from scoremod.attend_triton import source as triton_source
 from scoremod.backends.triton import TRITON
 from scoremod.plan import CpuPlan, assumed_params, cpu_plan, typed
-from scoremod.plan_triton import (
-    Options,
-    StructurePlan,
-    TritonPlan,
-    structure_plan,
-    triton_plan,
-)
+from scoremod.plan_structure import StructurePlan, structure_plan
+from scoremod.plan_triton import Options, TritonPlan, triton_plan
 from scoremod.render import render
 from scoremod.resources import path
 from scoremod.target import INTERPRETER, parse_target
@@ -41,7 +36,7 @@ def as_python(template: str) -> str:
     lines = [line for line in template.splitlines() if not line.lstrip().startswith("#")]
     text = "\n".join(lines)
     # A list of parameters brings its comma: `(q, k{{ plan.params }})`.
-    text = re.sub(r"(?<=[\w)])\{\{ *plan\.params *\}\}", ", params", text)
+    text = re.sub(r"(?<=[\w)}])\{\{ *plan\.(\w*params) *\}\}", r", \1", text)
     return holes.sub(lambda hole: re.sub(r"\W+", "_", hole[1]).strip("_"), text)
 
 
@@ -55,7 +50,7 @@ def test_a_template_only_writes_a_plan_down(template: Path) -> None:
     text = template.read_text()
     for statement in re.findall(r"^\s*#%\s*(.*)$", text, re.MULTILINE):
         assert re.fullmatch(
-            r"for \w+ in plan(\.\w+)+|if [a-z]\w*(\.\w+)*|else|endif|endfor", statement
+            r"for \w+ in [a-z]\w*(\.\w+)+|if [a-z]\w*(\.\w+)*|else|endif|endfor", statement
         ), statement
     for value in re.findall(r"\{\{\s*(.*?)\s*\}\}", text):
         assert re.fullmatch(r"\w+(\.\w+)*", value), value
@@ -122,9 +117,9 @@ def texts(variant: Any) -> list[str]:
     found = [cpu_source(cpu_plan(known, float64=x, has_kv_lens=x)) for x in (False, True)]
     for target in (INTERPRETER, parse_target("cuda:90"), parse_target("hip:gfx942")):
         for options in OPTIONS:
-            options = replace(options, lists=not known.half_lines)
+            options = replace(options, stored=not known.half_lines)
             found.append(triton_source(triton_plan(known, options, target)))
-            if options.lists:
+            if options.stored:
                 structure = structure_plan(known, options, target, 64, 32)
                 found.append(render("tile_structure.py", structure, TRITON))
     return found
@@ -168,7 +163,7 @@ def test_rendered_text_reads_well(said: str) -> None:
         assert "what the user wrote" in text
         assert all(line == line.rstrip() for line in text.splitlines())
         functions = [n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
-        assert functions[-1] in ("attention_fwd", "list_tiles")
+        assert functions[-1] in ("attention_fwd", "classify_tiles")
         assert len(set(functions)) == len(functions)
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from scoremod import Variant, variants
-from scoremod.attend_triton import options, structure_key
+from scoremod.attend_triton import options
 from scoremod.inputs import check_inputs
+from scoremod.structure import structure_key
 
 LENGTHS = [128 + 7 * n for n in range(29)] + [4096]
 BATCHES = (1, 2, 3, 5, 8)
@@ -27,8 +28,8 @@ def kernels(variant: Variant, calls: Iterator[tuple[int, int, dict[str, Any]]]) 
         known = variant._type(program, bound)
         chosen = options(known, inputs, bound)
         found.add(("attention_fwd", known.canonical, chosen))
-        if chosen.lists:
-            found.add(structure_key(known, chosen, (64, 64)))
+        if chosen.stored:
+            found.add(structure_key(known.only_mask, chosen, (64, 64)))
     return found
 
 

@@ -27,7 +27,8 @@ from ..ir.expr import Expr, decides, postorder
 from ..ir.ops import Op, Type
 from ..ir.show import ATOM, BITAND, BITOR, BITXOR, COMPARE, PRODUCT, SUM, UNARY
 from ..plan import INDICES, DeviceFunction, Param
-from ..plan_triton import StructurePlan, TritonPlan, launch_bounds
+from ..plan_structure import StructurePlan
+from ..plan_triton import TritonPlan, launch_bounds
 from .base import Backend
 
 INT32 = (-(2**31), 2**31 - 1)
@@ -342,7 +343,7 @@ SPELLING: dict[Op, Rule] = {
 
 def define(function: DeviceFunction, plan: TritonPlan | StructurePlan) -> str:
     """The user's score, mask or key range as a jit function."""
-    context = Context(plan, launch_bounds(plan.params, small=plan.options.small))
+    context = Context(plan, launch_bounds(function.params, small=plan.options.small))
     context.strict = _strict(function.body)
     context.spelling.update({op: partial(rule, context) for op, rule in SPELLING.items()})
     names = (*INDICES, "sm_scale", *parameter_names(function.params))

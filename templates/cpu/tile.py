@@ -127,6 +127,12 @@ def load(table, *indices):
     return value.to(FLOAT if table.is_floating_point() else torch.int64)
 
 
+def listed(blocks, rows, columns):
+    """Whether the user's list of blocks holds the pairs: [B, Hk, G, rows, columns]."""
+    allowed, block_m, block_n = blocks
+    return allowed[..., (rows // block_m)[:, None], columns // block_n]
+
+
 def online_softmax(m_i, l_i, acc, s, v):
     """Add one tile of scores to the running maximum, sum and weighted values of each row."""
     m_new = torch.maximum(m_i, s.amax(-1, keepdim=True))

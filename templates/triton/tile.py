@@ -275,13 +275,6 @@ def full_tiles(lo, hi, exists, kv_end, first, end, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def partial_tile(t, first, full_first, full_end):
-    """The t-th visible tile that is not full: those before the full ones, then those after."""
-    before = full_first - first
-    return tl.where(t < before, first + t, full_end + (t - before))
-
-
-@triton.jit
 def disjoint(first, end, last_end):
     """A run without the tiles of the runs before it: (first, end), empty if none is left."""
     first = tl.maximum(first, last_end)
@@ -289,15 +282,76 @@ def disjoint(first, end, last_end):
 
 
 @triton.jit
-def in_order(a_start, a_end, b_start, b_end):
-    """Two runs, the one that starts first in front."""
-    swap = b_start < a_start
+def in_order(a_key, b_key, a_start, a_end, b_start, b_end):
+    """Two runs, the one with the smaller key in front."""
+    swap = b_key < a_key
     return (
         tl.where(swap, b_start, a_start),
         tl.where(swap, b_end, a_end),
         tl.where(swap, a_start, b_start),
         tl.where(swap, a_end, b_end),
     )
+
+
+@triton.jit
+def lowest_bit(bits):
+    """The number of the lowest bit that is set, by the exponent of that power of two."""
+    power = (bits & -bits).to(tl.uint32, bitcast=True).to(tl.float32)
+    return (power.to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit
+def next_word(word, bits, words, more):
+    """Where no bit is left, the next entry of a compressed map: the number of a word of 32 tiles,
+    and its bits. Gives word, bits and the place of the entry after it."""
+    read = (bits == 0) & more
+    next_number = tl.load(words, mask=read, other=0)
+    next_bits = tl.load(words + 1, mask=read, other=0)
+    return (
+        tl.where(read, next_number, word),
+        tl.where(read, next_bits, bits),
+        words + tl.where(read, 2, 0),
+    )
+
+
+# -- tile structure ----------------------------------------------------------------------------
+
+
+@triton.jit
+def ends_of(value, exists):
+    """The least and the greatest value at positions that exist, as int64; of bools: every, some."""
+    value = value.to(tl.int64)
+    lo = tl.min(tl.where(exists, value, 9223372036854775807), 0)
+    return lo, tl.max(tl.where(exists, value, -9223372036854775808), 0)
+
+
+@triton.jit
+def as_words(flags, CHUNK: tl.constexpr):
+    """Flags of CHUNK tiles as words of 32 bits."""
+    bits = tl.reshape(flags.to(tl.int64), [CHUNK // 32, 32])
+    return tl.sum(bits << tl.arange(0, 32)[None, :].to(tl.int64), 1).to(tl.int32)
+
+
+@triton.jit
+def block_places(start_m, start_n, blocks_m, blocks_n, stride_m, stride_n):
+    """Where the user's blocks that hold the tiles are."""
+    return (start_m // blocks_m) * stride_m + (start_n // blocks_n) * stride_n
+
+
+@triton.jit
+def write_run(tile_runs, PLACE: tl.constexpr, number, tile, before, length):
+    """Run `number` of a kind begins at `tile`; only four fit, the others are counted."""
+    fits = number < 4
+    tl.store(tile_runs + PLACE + number, tile - before, mask=fits)
+    tl.store(tile_runs + PLACE + 4 + number, before + length, mask=fits)
+
+
+@triton.jit
+def close_runs(tile_runs, PLACE: tl.constexpr, number, tiles, scattered):
+    """The counts of runs that are not there; all are 0 where the tiles are scattered."""
+    slot = tl.arange(0, 4)
+    total = tl.where(scattered, 0, tiles)
+    tl.store(tile_runs + PLACE + 4 + slot, slot * 0 + total, mask=(slot >= number) | scattered)
 
 
 # -- attention ---------------------------------------------------------------------------------

@@ -1,0 +1,95 @@
+"""Kernels that can be launched: from memory, from the disk cache, compiled, or interpreted."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .backends.compile_triton import Kernel
+from .backends.triton import TRITON, mend_interpreter
+from .cache import CACHE, fingerprint, key
+from .launch import HipLauncher, Launcher, current_stream, launcher
+from .launch import device as gpu
+from .target import Target
+
+Run = Callable[[int, Sequence[Any]], None]  # programs and arguments
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A kernel that can be launched, with its compile-time constants."""
+
+    run: Run
+    constants: Mapping[str, int]
+    launcher: Launcher | HipLauncher | None = None  # None in Triton's interpreter
+
+    @property
+    def block_m(self) -> int:
+        return self.constants["BLOCK_M"]
+
+    @property
+    def block_n(self) -> int:
+        return self.constants["BLOCK_N"]
+
+
+@dataclass(frozen=True)
+class Interpreted:
+    """What Triton's interpreter runs in place of a kernel."""
+
+    text: str
+    entry: str
+    constants: dict[str, int]
+
+
+# Kernels found so far, by what decides them and where they run.
+_READY: dict[tuple[object, ...], Ready] = {}
+
+
+def ready(
+    what: tuple[object, ...],
+    device: torch.device,
+    build: Callable[[Target], Kernel],
+    interpret: Callable[[], Interpreted],
+) -> Ready:
+    """The kernel that `what` decides, for a GPU or for tensors on the CPU."""
+    found = _READY.get((what, device))
+    if found is None:
+        found = _on_gpu(what, device, build) if device.type == "cuda" else _interpreted(interpret())
+        _READY[what, device] = found
+    return found
+
+
+def _on_gpu(
+    what: tuple[object, ...], device: torch.device, build: Callable[[Target], Kernel]
+) -> Ready:
+    target = gpu(device.index)
+    launching = launcher(kernel := stored(what, target, build))
+
+    def run(grid: int, values: Sequence[Any]) -> None:
+        launching.launch((grid, 1, 1), current_stream(device.index), values)
+
+    return Ready(run, dict(kernel.constants), launching)
+
+
+def stored(what: tuple[object, ...], target: Target, build: Callable[[Target], Kernel]) -> Kernel:
+    """The kernel in the disk cache, compiled if it is not there; needs no GPU."""
+    return CACHE.get_or_compile(key(fingerprint(), what, target), lambda: build(target))
+
+
+def _interpreted(found: Interpreted) -> Ready:
+    mend_interpreter()
+    # A folder of this process alone: what lies in it is executed.
+    module = TRITON.compile(found.text, Path(_interpreter_folder().name))
+    kernel = getattr(module, found.entry)
+    return Ready(lambda grid, values: kernel[(grid,)](*values, **found.constants), found.constants)
+
+
+@functools.cache
+def _interpreter_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="scoremod-")

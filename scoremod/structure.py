@@ -1,0 +1,204 @@
+"""Tile structure on a device: which kv tiles each q tile visits, made by two small kernels.
+
+A mask that is not a range of keys is classified once per call, for all heads that share it; with
+`prepare` once for many layers. Transposed, the structure says which q tiles each kv tile visits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .backends.compile_triton import Kernel, compile_kernel
+from .backends.triton import TRITON, fp_fusion
+from .blocks import Blocks
+from .inputs import Inputs
+from .plan import Typed
+from .plan_structure import StructurePlan, structure_plan
+from .plan_triton import RECORD, Options
+from .ready import Interpreted, Ready, ready, stored
+from .render import render
+from .target import INTERPRETER, Target
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A structure in memory, and how the attention finds its row."""
+
+    runs: torch.Tensor  # int32 [rows, RECORD]
+    words: torch.Tensor  # int32 [rows, 2 * words of 32 column tiles]
+    stride_b: int
+    stride_h: int
+
+    @property
+    def arguments(self) -> list[Any]:
+        return [self.runs, self.words, self.stride_b, self.stride_h]
+
+    @property
+    def nbytes(self) -> int:
+        return self.runs.nbytes + self.words.nbytes
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How to make the structure of calls of one shape."""
+
+    summarize: Ready | None  # None where the test reads nothing of the columns
+    classify: Ready
+    summaries: int  # numbers of a tile of columns
+    structures: int  # batches and heads whose masks can differ
+    row_tiles: int
+    column_tiles: int
+    sizes: tuple[int, ...]
+    stride_b: int
+    stride_h: int
+
+    def make(self, device: torch.device, shared: Sequence[Any], blocks: Sequence[Any]) -> Stored:
+        """A new structure; `shared` are the values of `plan_triton.shared_arguments`."""
+        rows = self.structures * self.row_tiles
+        width = 2 * -(-self.column_tiles // 32)
+        memory = torch.empty(rows * (RECORD + width), dtype=torch.int32, device=device)
+        runs, words = memory[: rows * RECORD], memory[rows * RECORD :]
+        found = Stored(
+            runs.view(rows, RECORD), words.view(rows, width), self.stride_b, self.stride_h
+        )
+        self.refresh(found, shared, blocks)
+        return found
+
+    def refresh(self, found: Stored, shared: Sequence[Any], blocks: Sequence[Any]) -> None:
+        """Classify again, in place: no compilation, no synchronisation."""
+        columns = self.structures * self.column_tiles
+        summaries = found.runs.new_empty(2 * columns * max(1, self.summaries)).view(torch.int64)
+        values = [found.runs, found.words, summaries, *self.sizes, *blocks, *shared]
+        if self.summarize is not None and columns:
+            self.summarize.run(columns, values)
+        if self.structures * self.row_tiles:
+            self.classify.run(self.structures * self.row_tiles, values)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What of a call its structure depends on."""
+
+    batch: int
+    q_heads: int
+    q_len: int
+    kv_len: int
+    gqa_group: int
+
+    @staticmethod
+    def of(inputs: Inputs) -> Sizes:
+        batch, q_heads, q_len, _ = inputs.q.shape
+        return Sizes(batch, q_heads, q_len, inputs.k.shape[2], inputs.gqa_group)
+
+
+def structure(
+    program: Typed,
+    chosen: Options,
+    sizes: Sizes,
+    blocks: tuple[int, int],
+    device: torch.device,
+    user: Blocks | None = None,
+    *,
+    transposed: bool = False,
+) -> Structure:
+    """The structure of a call: one for each batch and head that the mask, or a block list, reads.
+
+    `blocks` is (BLOCK_M, BLOCK_N) of the kernel that will read it.
+    """
+    names = program.given_mask.names
+    per_batch = "b" in names or chosen.has_kv_lens or chosen.offset_per_batch
+    per_batch = per_batch or (user is not None and user.batch > 1)
+    per_head = bool(names & {"h", "hk"}) or (user is not None and user.heads > 1)
+    structures_h = sizes.q_heads if per_head else 1
+    q_tiles, kv_tiles = -(-sizes.q_len // blocks[0]), -(-sizes.kv_len // blocks[1])
+    kernels = structure_kernels(program, chosen, blocks, device, transposed=transposed)
+    return Structure(
+        kernels.get("summarize_columns"),
+        kernels["classify_tiles"],
+        kernels["classify_tiles"].constants["SUMMARIES"],
+        (sizes.batch if per_batch else 1) * structures_h,
+        *((kv_tiles, q_tiles) if transposed else (q_tiles, kv_tiles)),
+        (sizes.q_len, sizes.kv_len, sizes.gqa_group, structures_h),
+        structures_h if per_batch else 0,
+        1 if per_head else 0,
+    )
+
+
+# -- kernels -----------------------------------------------------------------------------------
+
+
+def structure_kernels(
+    program: Typed,
+    chosen: Options,
+    blocks: tuple[int, int],
+    device: torch.device,
+    *,
+    transposed: bool,
+) -> dict[str, Ready]:
+    """The kernels by their names; the first is there only if the tile test needs it."""
+
+    def plan(target: Target) -> StructurePlan:
+        return structure_plan(program, chosen, target, *blocks, transposed=transposed)
+
+    def kernel(entry: str) -> Ready:
+        return ready(
+            structure_key(program, chosen, blocks, entry, transposed=transposed),
+            device,
+            lambda target: compile_structure(plan(target), entry),
+            lambda: Interpreted(
+                structure_source(plan(INTERPRETER)), entry, plan(INTERPRETER).constants
+            ),
+        )
+
+    found = {"classify_tiles": kernel("classify_tiles")}
+    if found["classify_tiles"].constants["SUMMARIES"]:
+        found["summarize_columns"] = kernel("summarize_columns")
+    return found
+
+
+def structure_key(
+    program: Typed,
+    chosen: Options,
+    blocks: tuple[int, int],
+    entry: str = "classify_tiles",
+    *,
+    transposed: bool = False,
+) -> tuple[object, ...]:
+    """What decides a kernel: dtypes, head dims and scores share it."""
+    flags = (chosen.small, chosen.wide_offsets, chosen.has_kv_lens, chosen.offset_per_batch)
+    return (entry, program.canonical, flags, chosen.blocks, blocks, transposed)
+
+
+def structure_source(plan: StructurePlan) -> str:
+    """The kernels' text."""
+    return render("tile_structure.py", plan, TRITON)
+
+
+def compile_structure(plan: StructurePlan, entry: str) -> Kernel:
+    """Render and compile one of the two kernels."""
+    return compile_kernel(
+        structure_source(plan),
+        entry,
+        plan.arguments,
+        plan.constants,
+        plan.target,
+        num_warps=4 if entry == "classify_tiles" else 1,
+        num_stages=1,
+        aligned=False,
+        even=False,
+        fp_fusion=fp_fusion(plan),
+    )
+
+
+def store_structure(
+    program: Typed, chosen: Options, target: Target, blocks: tuple[int, int]
+) -> None:
+    """Put the kernels into the disk cache; needs no GPU."""
+    plan = structure_plan(program, chosen, target, *blocks)
+    for entry in plan.entries:
+        what = structure_key(program, chosen, blocks, entry)
+        stored(what, target, lambda _, entry=entry: compile_structure(plan, entry))  # type: ignore[misc]
