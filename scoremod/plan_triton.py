@@ -127,7 +127,7 @@ class Stretch:
 # Runs of each kind that a stored structure has room for: four lost 1 % of tiles over the catalogue.
 STORED_RUNS = 4
 # A row of tiles in a stored structure, in int32: shifts and counts of partial and of full runs,
-# then how many tiles are scattered over more runs than that.
+# then whether there are more runs than that; the partial count is that of all tiles then.
 KIND_PLACE = {"partial": 0, "full": 2 * STORED_RUNS}
 SCATTERED_PLACE = 4 * STORED_RUNS
 RECORD = 32  # 128 bytes, a cache line
@@ -165,6 +165,7 @@ class Segment:
     stretches: tuple[Stretch, ...]
     load_k: LoadMask
     load_v: LoadMask
+    stored: bool = False
 
     @property
     def title(self) -> str:
@@ -176,7 +177,8 @@ class Segment:
 
     @property
     def scattered(self) -> bool:
-        return self.kind == "scattered"
+        """Whether some rows of a stored structure have a map of their tiles instead of runs."""
+        return self.masked and self.stored
 
     @property
     def last(self) -> Stretch:
@@ -191,7 +193,6 @@ class Segment:
 TITLES = {
     "partial": "partial tiles: masked pair by pair",
     "full": "full tiles: every pair attends",
-    "scattered": "scattered tiles, where runs do not say it: masked pair by pair",
 }
 
 
@@ -257,9 +258,10 @@ class TritonPlan:
         """Whether the places of a tile are computed before the loops.
 
         It saves 23 of 385 instructions a tile at head dim 128, but costs 24 registers, which at
-        head dim 64 take the third program from each multiprocessor (ALiBi: 1.22 -> 1.01).
+        head dim 64 take the third program from each multiprocessor (ALiBi: 1.22 -> 1.01), and where
+        a structure is read spill.
         """
-        return self.block_d >= 128
+        return self.block_d >= 128 and not self.stored
 
     @property
     def plain_score(self) -> bool:
@@ -331,7 +333,13 @@ def triton_plan(
         mask=mask,
         runs=runs,
         kv_segments=tuple(
-            Segment(kind, stretches, *(LoadMask(kind != "full", pad) for pad in (pad_d, pad_dv)))
+            Segment(
+                kind,
+                stretches,
+                LoadMask(kind != "full", pad_d),
+                LoadMask(kind != "full", pad_dv),
+                options.stored,
+            )
             for kind, stretches in segments_of(mask, pieces, runs, options)
         ),
         params=program.params,
@@ -358,6 +366,7 @@ def tiles_of(program: Typed, options: Options, target: Target) -> tuple[Tile, ..
         target,
         short=options.short,
         plain=program.score == S and not two_sided and not options.stored,
+        stored=options.stored,
     )
 
 
@@ -376,7 +385,7 @@ def segments_of(
     if options.stored:
         stored = range(STORED_RUNS)
         partial, full = (tuple(Stretch(kind, k) for k in stored) for kind in ("partial", "full"))
-        return ("partial", partial), ("full", full), ("scattered", ())
+        return ("partial", partial), ("full", full)
     if mask is None:
         ends = [("first_0", "full_first_0"), ("full_end_0", "end_0")]
         return _segment("partial", ends), _segment("full", [("full_first_0", "full_end_0")])

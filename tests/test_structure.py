@@ -37,18 +37,21 @@ def unpacked(stored: Stored, columns: int) -> Array:
     runs, words = stored.runs.numpy(), stored.words.numpy().view(np.uint32)
     kinds = np.zeros((len(runs), columns), np.uint8)
     for row, record, map_ in zip(kinds, runs, words, strict=True):
-        for kind, place in ((1, 0), (2, 2 * STORED_RUNS)):
-            visit(row, kind, record[place : place + 2 * STORED_RUNS])
-        bits = [
-            32 * int(number) + bit
-            for number, word in map_.reshape(-1, 2)
-            for bit in range(32)
-            if word >> bit & 1
-        ]
-        scattered = bits[: record[SCATTERED_PLACE]]
-        assert scattered == sorted(set(scattered)) and all(t < columns for t in scattered)
-        assert not row[scattered].any()
-        row[scattered] = 3
+        full = record[2 * STORED_RUNS : 4 * STORED_RUNS]
+        if record[SCATTERED_PLACE]:
+            bits = [
+                32 * int(number) + bit
+                for number, word in map_.reshape(-1, 2)
+                for bit in range(32)
+                if word >> bit & 1
+            ]
+            scattered = bits[: record[2 * STORED_RUNS - 1]]
+            assert scattered == sorted(set(scattered)) and scattered[-1] < columns
+            assert full[-1] == 0
+            row[scattered] = 3
+        else:
+            visit(row, 1, record[: 2 * STORED_RUNS])
+            visit(row, 2, full)
     return kinds
 
 

@@ -348,10 +348,9 @@ def write_run(tile_runs, PLACE: tl.constexpr, number, tile, before, length):
 
 @triton.jit
 def close_runs(tile_runs, PLACE: tl.constexpr, number, tiles, scattered):
-    """The counts of runs that are not there; all are 0 where the tiles are scattered."""
+    """The counts of runs that are not there; of all runs where the tiles are scattered."""
     slot = tl.arange(0, 4)
-    total = tl.where(scattered, 0, tiles)
-    tl.store(tile_runs + PLACE + 4 + slot, slot * 0 + total, mask=(slot >= number) | scattered)
+    tl.store(tile_runs + PLACE + 4 + slot, slot * 0 + tiles, mask=(slot >= number) | scattered)
 
 
 # -- attention ---------------------------------------------------------------------------------
