@@ -31,8 +31,8 @@ from scoremod.variants import alibi, alibi_slopes, causal, document, sliding_win
 RESULTS = Path(__file__).parent / "results"
 SHAPES = ("2x16x8192x128", "2x32x8192x64")
 AGAINST = ("flex", "sdpa")
-# The issue asks for at least as fast as FlexAttention, soft-cap 1.5 times.
-WANTED = {"softcap & causal": 1.5}
+# What a row should reach; the others are to be as fast as FlexAttention.
+WANTED = {"softcap & causal": 1.5, "window 1024": 1.15, "document & causal": 1.15}
 
 
 def documents(batch: int, length: int, mean: int = 1024) -> torch.Tensor:

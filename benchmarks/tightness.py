@@ -39,7 +39,8 @@ costs time, never correctness. Written by `python benchmarks/tightness.py`.
 * **tile test**: those that a kernel proves from the ends of a tile alone. It looks into the others
   pair by pair, so that a structure on the GPU misses none.
 
-{masks} masks, {tiles} tiles, {decided} of them empty or full: host {host:.2f} %, tile test {test:.2f} %.
+{masks} masks, {tiles} tiles, {decided} of them empty or full: host {host:.2f} %, tile test
+{test:.2f} %.
 
 | # | mask | half-lines | empty or full | host | tile test |
 |---|---|---|---|---|---|
