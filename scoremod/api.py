@@ -24,6 +24,7 @@ from .errors import (
 from .frontend.source import PythonSource, read_python, read_text_source
 from .inputs import Inputs, as_numpy, check_inputs, check_positions, needs_grad
 from .ir.capture import MISSING, Capture
+from .ir.expr import TRUE
 from .origin import Both, Chained, Either, Leaf, Negated, Origin, Renamed, leaves
 from .plan import Typed, assumed_params, assumptions, typed
 from .target import parse_target
@@ -33,6 +34,8 @@ from .warm import KindOfCall, Warm, kind_of, warm
 
 # Kinds of calls whose decisions are kept, per variant.
 MAX_WARM = 4096
+# The length of the mask that a kernel's text opens with.
+PICTURED = 1024
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -198,6 +201,21 @@ class Variant:
         consts = dict(program.consts)
         return program, bind(program.captures, consts, captures, self._fixed, sizes, device)
 
+    def _bind_mask(
+        self, captures: Mapping[str, Any], sizes: Sizes, device: torch.device | None
+    ) -> tuple[Typed, tuple[Bound, ...]]:
+        """The mask alone, and the values that it captures; the score's need not be given."""
+        check_names(self._program.captures, dict(self._program.consts), captures)
+        program = self._program
+        if {name for name, _ in program.consts} & captures.keys():
+            program = read(self._origin, {**self._fixed, **captures})
+        wanted = tuple(c for c in program.captures if c.name in program.mask.names)
+        names = {c.name for c in wanted}
+        given = {name: value for name, value in captures.items() if name in names}
+        bound = bind(wanted, dict(program.consts), given, self._fixed, sizes, device)
+        only = replace(program, score=S, captures=wanted)
+        return typed(only, tuple(x.param for x in bound), self._text()), bound
+
     def _type(self, program: Program, bound: tuple[Bound, ...]) -> Typed:
         key = (program.consts, tuple(x.param for x in bound))
         found = self._typed.get(key)
@@ -253,9 +271,9 @@ class Variant:
         lengths; print it for a picture.
         """
         sizes = self._sizes(q_len, kv_len, b, h, q_offset)
-        program, bound = self._bind(captures, sizes, None)
+        program, bound = self._bind_mask(captures, sizes, None)
         kind = classify(
-            self._type(program, bound).mask,
+            program.mask,
             q_len,
             kv_len,
             block_m=block_m,
@@ -296,19 +314,11 @@ class Variant:
         self._sizes(q_len, kv_len, 0, 0, 0)
         q_offset, kv_lens = check_positions(q_offset, kv_lens, batch, q_len, where)
         offset = q_offset if isinstance(q_offset, int) else None
-        sizes = Sizes(batch, q_heads, q_heads, q_len, kv_len, offset)
-        check_names(self._program.captures, dict(self._program.consts), captures)
+        # How many kv heads there are is known at the call.
+        sizes = Sizes(batch, q_heads, 1, q_len, kv_len, offset)
 
         def rebind(values: Mapping[str, Any]) -> tuple[Typed, tuple[Bound, ...]]:
-            program = self._program
-            if {name for name, _ in program.consts} & values.keys():
-                program = read(self._origin, {**self._fixed, **values})
-            wanted = tuple(c for c in program.captures if c.name in program.mask.names)
-            named = {c.name for c in wanted}
-            mine = {k: v for k, v in values.items() if k in named}
-            bound = bind(wanted, dict(program.consts), mine, self._fixed, sizes, where)
-            only = replace(program, score=S, captures=wanted)
-            return typed(only, tuple(x.param for x in bound), self._text()), bound
+            return self._bind_mask(values, sizes, where)
 
         return Tiles(rebind, captures, sizes, q_offset, kv_lens, where)
 
@@ -339,7 +349,8 @@ class Variant:
         With q, k, v (and captures) it is the kernel of that call; otherwise `head_dim` and `dtype`
         (a torch dtype or `f16`, `bf16`, `f32`) describe it, and element types that a call would
         decide are assumed, or taken from `captures={"doc": torch.int64}`; the text says which.
-        `phase="tiles"` gives the kernel that lists the tiles of a mask that is not a range.
+        `phase="tiles"` gives the kernels that find the tiles of a mask that is not a range. A
+        picture of a small mask is in front where the values of its captures are known.
         """
         if phase not in ("fwd", "tiles"):
             raise InputMismatch(f"phase must be 'fwd' or 'tiles', not {phase!r}")
@@ -352,7 +363,7 @@ class Variant:
             if phase == "tiles":
                 chosen = attend_triton.options(known, inputs, bound)
                 return sources.of_tiles(known, chosen, target)
-            return sources.of_call(known, inputs, bound, target)
+            return self._picture(values) + sources.of_call(known, inputs, bound, target)
         if head_dim is None:
             raise InputMismatch("source needs q, k, v or head_dim=")
         given = {name: sources.element(e) for name, e in (captures or {}).items()}
@@ -369,7 +380,20 @@ class Variant:
         }
         if phase == "tiles":
             return sources.of_tiles(known, sources.options_of_shape(known, **shape), target)
-        return sources.of_shape(known, **shape, target=target)
+        return self._picture({}) + sources.of_shape(known, **shape, target=target)
+
+    def _picture(self, values: Mapping[str, Any]) -> str:
+        """A picture of the tiles of a small mask, as comments; empty where a value is missing."""
+        mask = self._program.mask
+        known = {c.name for c in self._program.captures if c.default is not MISSING}
+        known |= self._fixed.keys() | values.keys()
+        wanted = {c.name for c in self._program.captures if c.name in mask.names}
+        if mask == TRUE or not wanted <= known or self._program.consts:
+            return ""
+        given = {name: x for name, x in values.items() if name in wanted}
+        if any(isinstance(x, torch.Tensor) for x in (*given.values(), *self._fixed.values())):
+            return ""  # a table has the length of its call
+        return sources.picture(self.tiles(PICTURED, PICTURED, block_m=64, block_n=64, **given))
 
     @_public
     def explain(

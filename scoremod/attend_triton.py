@@ -28,6 +28,8 @@ from .tiles import Tiles
 INT32_MAX = 2**31 - 1
 # Queries of a "short" call; the rest of a normal q tile would be idle.
 SHORT = 16
+# Pairs from which a structure has tiles of 64 x 64 at least: 61 MB for a million by a million.
+COARSE = 2**38
 
 
 def options(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Options:
@@ -40,6 +42,8 @@ def options(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Options
     tensors = [q, k, v, *(x.value for x in bound if isinstance(x.value, torch.Tensor))]
     in_memory = isinstance(inputs.scale, torch.Tensor)
     blocks = isinstance(inputs.tiles, Blocks)
+    # With few queries, looking at the tiles first costs as much as the attention.
+    stored = blocks or (q.shape[2] > SHORT and not program.half_lines)
     return Options(
         dtype=dtype,
         head_dim=q.shape[3],
@@ -52,9 +56,9 @@ def options(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Options
         short=q.shape[2] <= SHORT,
         # A structure brings kernels of its own; a sweep of lengths is to compile two at most.
         even=(q.shape[2] | k.shape[2]) % 16 == 0 and program.half_lines,
-        # With few queries, looking at the tiles first costs as much as the attention.
-        stored=blocks or (q.shape[2] > SHORT and not program.half_lines),
+        stored=stored,
         blocks=blocks,
+        coarse=stored and q.shape[2] * k.shape[2] >= COARSE,
         has_kv_lens=inputs.kv_lens is not None,
         offset_per_batch=isinstance(inputs.q_offset, torch.Tensor),
         scale_in_memory=in_memory,

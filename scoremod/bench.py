@@ -45,6 +45,7 @@ from .ir.ops import Op, Type
 from .passes.simplify import simplify
 from .plan import Param, Typed, assumed_params, typed
 from .sources import element
+from .tiles import Tiles
 from .variant import S
 
 # Parts of torch have no types.
@@ -94,10 +95,11 @@ class Case:
     drawn: tuple[str, ...]
     program: Typed
     bound: tuple[Bound, ...]
+    tiles: Tiles | None = None  # prepared, as FlexAttention's block mask is
 
     def ours(self) -> Tensor:
         """The variant's own call."""
-        out: Tensor = self.variant(self.q, self.k, self.v, **self.captures)
+        out: Tensor = self.variant(self.q, self.k, self.v, tiles=self.tiles, **self.captures)
         return out
 
 
@@ -175,7 +177,11 @@ def prepare(
     sizes = Sizes(b, q_heads, kv_heads, q_len, kv_len)
     program, bound = variant._bind(values, sizes, q.device)
     notes = tuple(words for _, words in drawn.values())
-    return Case(variant, shape, q, k, v, values, notes, variant._type(program, bound), bound)
+    known = variant._type(program, bound)
+    tiles = None
+    if not known.half_lines:
+        tiles = variant.prepare(q_len, kv_len, batch=b, q_heads=q_heads, device=q.device, **values)
+    return Case(variant, shape, q, k, v, values, notes, known, bound, tiles)
 
 
 # -- FlexAttention's functions -----------------------------------------------------------------
@@ -501,6 +507,7 @@ class BenchResult:
     flop: int  # of both products, for these pairs
     timings: tuple[Timing, ...]
     block_mask_ms: float | None  # FlexAttention's, not counted in its time
+    structure_ms: float | None  # our tile structure, not counted either; None: it needs none
     drawn: tuple[str, ...]
     machine: Mapping[str, Any]
 
@@ -537,6 +544,8 @@ class BenchResult:
         notes += [f"{t.name}: {t.note}" for t in self.timings if t.note]
         if self.block_mask_ms is not None:
             notes.append(f"{FLEX}'s block mask takes {self.block_mask_ms:.3g} ms, not counted")
+        if self.structure_ms is not None:
+            notes.append(f"our tile structure takes {self.structure_ms:.3g} ms, not counted")
         versions = (f"{name} {self.machine.get(name)}" for name in ("torch", "triton"))
         return [*notes, f"{self.machine['gpu']}, {', '.join(versions)}"]
 
@@ -626,6 +635,7 @@ def measure(
         flop=flop,
         timings=tuple(_timing(c, flop, ours_ms) for c in candidates),
         block_mask_ms=_block_mask_ms(candidates, rig),
+        structure_ms=_median_ms(case.tiles.refresh, rig) if case.tiles is not None else None,
         drawn=case.drawn,
         machine=made_by,
     )
@@ -649,8 +659,12 @@ def _block_mask_ms(candidates: Sequence[Candidate], rig: Rig) -> float | None:
     make_mask = next((c.block_mask for c in candidates if c.block_mask is not None), None)
     if make_mask is None:
         return None
-    make_mask()
-    return statistics.median(rig.elapsed(make_mask, 1) for _ in range(5))
+    return _median_ms(make_mask, rig)
+
+
+def _median_ms(work: Callable[[], object], rig: Rig) -> float:
+    work()
+    return statistics.median(rig.elapsed(work, 1) for _ in range(5))
 
 
 def machine(commit: str | None = None) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class Options:
     even: bool = True  # q_len and kv_len are multiples of 16
     stored: bool = False  # which tiles to visit is read from memory (`plan_structure.py`)
     blocks: bool = False  # the user gives blocks that may be visited, too
+    coarse: bool = False  # so many pairs that a structure of small tiles would take much memory
 
 
 @dataclass(frozen=True)
@@ -366,7 +367,7 @@ def tiles_of(program: Typed, options: Options, target: Target) -> tuple[Tile, ..
         target,
         short=options.short,
         plain=program.score == S and not two_sided and not options.stored,
-        stored=options.stored,
+        stored=options.stored and not options.coarse,
     )
 
 

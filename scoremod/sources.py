@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import attend_cpu, attend_triton
+from .analysis.tiles import TileMap
 from .binding import ELEMENT_OF, Bound
 from .errors import InputMismatch
 from .inputs import Inputs
@@ -29,6 +30,12 @@ def element(dtype: torch.dtype | str) -> str:
             return word
     known = ", ".join(ELEMENT_OF.values())
     raise InputMismatch(f"{dtype!r} is not a dtype", hint=f"give a torch dtype or one of {known}")
+
+
+def picture(tiles: TileMap) -> str:
+    """A picture of tiles as comments in front of a kernel."""
+    head = f"The tiles of {tiles.q_len} queries by {tiles.kv_len} keys:"
+    return "".join(f"# {line}".rstrip() + "\n" for line in (head, *str(tiles).splitlines(), ""))
 
 
 def of_call(program: Typed, inputs: Inputs, bound: tuple[Bound, ...], target: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_cases import BACKENDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tile_masks import Launch, launches, masks, parse
@@ -25,11 +26,6 @@ from scoremod.structure import Sizes, Stored, structure
 
 Array = np.ndarray[Any, Any]
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def unpacked(stored: Stored, columns: int) -> Array:
@@ -157,9 +153,6 @@ def call(attn: scoremod.Variant, q: Any, k: Any, **options: Any) -> torch.Tensor
 def qk() -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     return torch.randn(2, 2, 90, 16), torch.randn(2, 2, 120, 16)
-
-
-BACKENDS = ("cpu", "triton")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
