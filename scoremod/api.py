@@ -10,11 +10,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import attend_triton, attention, explain, reference, sources
+from . import attend_triton, attention, autograd, explain, reference, sources
 from .analysis.tiles import TileMap, classify
 from .binding import Bound, Sizes, bind, check_names
 from .errors import (
-    BackendUnavailable,
     CompositionError,
     InputMismatch,
     ScoremodError,
@@ -113,12 +112,8 @@ class Variant:
         if name == "eager":
             out, lse = self._oracle(inputs, captures)
         else:
-            if needs_grad(inputs, bound):
-                raise BackendUnavailable(
-                    "gradients are not computed by the kernels yet",
-                    hint="call under torch.no_grad(), or use .eager(...), which is differentiable",
-                )
-            out, lse = attention.attend(self._type(program, bound), inputs, bound, name)
+            attend = autograd.attend if needs_grad(inputs, bound) else attention.attend
+            out, lse = attend(self._type(program, bound), inputs, bound, name)
         return (out, lse) if return_lse else out
 
     def _values(self, captures: Mapping[str, Any]) -> list[Any] | None:

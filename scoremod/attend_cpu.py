@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from itertools import product
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -22,9 +22,23 @@ TILE_ELEMENTS = 2**22
 # Structures that are classified one by one; beyond it, every tile is masked.
 MAX_STRUCTURES = 256
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Schedule = list[tuple[int, int, list[tuple[int, int, bool]]]]
 
 
+def without_autocast(run: Callable[P, R]) -> Callable[P, R]:
+    """Leave products in the precision of their operands; q, k and v are cast already."""
+
+    @functools.wraps(run)
+    def plain(*args: P.args, **keywords: P.kwargs) -> R:
+        with torch.autocast("cpu", enabled=False), torch.no_grad():
+            return run(*args, **keywords)
+
+    return plain
+
+
+@without_autocast
 def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[Any, Any]:
     """Attention on the CPU: (out, lse)."""
     float64 = inputs.q.dtype is torch.float64
@@ -41,10 +55,10 @@ def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[An
         out.view(*heads, *out.shape[2:]),
         lse.view(*heads, lse.shape[2]),
         inputs.scale,
-        _per_batch(inputs.q_offset),
-        _per_batch(inputs.kv_lens),
+        per_batch(inputs.q_offset),
+        per_batch(inputs.kv_lens),
         schedule(program, inputs, bound),
-        *(_argument(x, float64=float64) for x in bound),
+        *(argument(x, float64=float64) for x in bound),
     )
     return out, lse
 
@@ -62,11 +76,12 @@ def kernel_of(program: Typed, *, float64: bool, has_kv_lens: bool) -> Callable[.
     return kernel
 
 
-def _per_batch(value: int | torch.Tensor | None) -> Any:
+def per_batch(value: int | torch.Tensor | None) -> Any:
+    """An int for each sequence, as it broadcasts against [B, Hk, G, Lq, Lk]."""
     return value.to(torch.int64).view(-1, 1, 1, 1, 1) if isinstance(value, torch.Tensor) else value
 
 
-def _argument(item: Bound, *, float64: bool) -> torch.Tensor:
+def argument(item: Bound, *, float64: bool) -> torch.Tensor:
     """A scalar as a 0-d tensor of the program's types; a table is converted where it is read."""
     value = torch.as_tensor(item.value).detach()
     if item.param.rank and not item.param.as_float:

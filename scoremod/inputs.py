@@ -180,7 +180,7 @@ def empty_like_q(q: torch.Tensor, v_head_dim: int) -> torch.Tensor:
 
 def needs_grad(inputs: Inputs, bound: tuple[Bound, ...]) -> bool:
     """Whether the call would have to record a backward."""
-    tensors = [inputs.q, inputs.k, inputs.v, *(x.value for x in bound)]
+    tensors = [inputs.q, inputs.k, inputs.v, *(x.given for x in bound)]
     return torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in tensors
     )

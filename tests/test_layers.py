@@ -25,6 +25,7 @@ LAYERS = """
     attend_cpu attend_triton attend_hopper
     backward_cpu backward_triton
     warm sources attention reference
+    autograd
     explain check
     api
     variants nn
