@@ -10,9 +10,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import attend_triton, attention, autograd, explain, reference, sources
+from . import attend_triton, attention, autograd, explain, library, reference, sources
 from .analysis.tiles import TileMap, classify
-from .binding import Bound, Sizes, bind, check_names
+from .binding import Bound, Sizes, bind, check_given, check_names, number, value_of
 from .errors import (
     CompositionError,
     InputMismatch,
@@ -20,7 +20,7 @@ from .errors import (
     UnsupportedPython,
 )
 from .frontend.source import PythonSource, read_python, read_text_source
-from .inputs import Inputs, as_numpy, check_inputs, needs_grad
+from .inputs import Inputs, as_numpy, autocast, check_inputs, needs_grad
 from .ir.capture import MISSING, Capture
 from .origin import Both, Chained, Either, Leaf, Negated, Origin, Renamed, leaves
 from .plan import Typed, assumed_params, assumptions, typed
@@ -93,6 +93,10 @@ class Variant:
         """
         if tiles is not None:
             raise InputMismatch("tiles= is not supported yet")
+        if torch.compiler.is_compiling() or (backend != "eager" and library.is_watched(q)):
+            how = f"{backend or 'auto'} {precision}"
+            out, lse = self._operator(how, (q, k, v), (scale, q_offset, kv_lens), captures)
+            return (out, lse) if return_lse else out
         kind = values = None
         if backend is None and isinstance(q, torch.Tensor) and q.is_cuda:
             values = self._values(captures)
@@ -115,6 +119,34 @@ class Variant:
             attend = autograd.attend if needs_grad(inputs, bound) else attention.attend
             out, lse = attend(self._type(program, bound), inputs, bound, name)
         return (out, lse) if return_lse else out
+
+    def _operator(
+        self,
+        how: str,
+        qkv: tuple[torch.Tensor, ...],
+        options: tuple[Any, ...],
+        captures: Mapping[str, Any],
+    ) -> tuple[Any, Any]:
+        """The call as an operator of torch; Dynamo follows this function."""
+        consts = {name for name, _ in self._program.consts}
+        given = tuple((n, x if n in consts else None) for n, x in captures.items())
+        text = self._operator_text(given)
+        values = [
+            number(found, value_of(found, captures, self._fixed))
+            for found in self._program.captures
+        ]
+        return library.attend(text, how, autocast(*qkv), (*options, *values))
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _operator_text(self, given: tuple[tuple[str, Any], ...]) -> str:
+        """The variant as the operator reads it, for names of captures and values of consts."""
+        program, names = self._program, dict(given)
+        consts = dict(program.consts)
+        check_names(program.captures, consts, names)
+        check_given(program.captures, names, self._fixed)
+        if consts.keys() & names.keys():
+            program = read(self._origin, {**self._fixed, **names})
+        return _written(program, {}).text
 
     def _values(self, captures: Mapping[str, Any]) -> list[Any] | None:
         """The captures' values in order, unchecked; None where a name is missing or unknown."""
@@ -391,12 +423,7 @@ class Variant:
 
     def _written(self) -> Program:
         """The program without what only this process knows."""
-        given = self._new_defaults()
-        captures = (
-            replace(c, default=given.get(c.name, c.default), free=None)
-            for c in self._program.captures
-        )
-        return replace(self._program, captures=tuple(captures))
+        return _written(self._program, self._new_defaults())
 
     def _new_defaults(self) -> dict[str, Any]:
         """Numbers of .bind for captures of a declared type, which text can write down."""
@@ -471,6 +498,14 @@ class Variant:
                     hint=f'.rename({name}="other_{name}") one of them',
                 )
         return Variant(origin, {**self._fixed, **other._fixed})
+
+
+def _written(program: Program, defaults: Mapping[str, Any]) -> Program:
+    """A program without free variables and with other defaults."""
+    captures = (
+        replace(c, default=defaults.get(c.name, c.default), free=None) for c in program.captures
+    )
+    return replace(program, captures=tuple(captures))
 
 
 def _number(found: Capture, value: bool | int | float) -> Any:

@@ -69,7 +69,7 @@ def check_inputs(
                 f"{name} must have 4 dimensions [batch, heads, length, head dim], "
                 f"but has shape {tuple(x.shape)}"
             )
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     _check_dtypes(q, k, v)
     _check_shapes(q, k, v)
     if precision not in PRECISIONS:
@@ -85,9 +85,10 @@ def check_inputs(
     )
 
 
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q, k and v in the dtype that autocast asks for, if it does."""
     kind = tensors[0].device.type
-    if torch.is_autocast_enabled(kind):
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         return tuple(x.to(dtype) if x.dtype is not torch.float64 else x for x in tensors)
     return tensors

@@ -283,7 +283,7 @@ def random_variant(score: Any) -> scoremod.Variant:
 @settings(max_examples=30, phases=[Phase.explicit, Phase.generate])
 @given(exprs(Type.FLOAT, 3, ops=FINITE), st.integers(0, 99))
 def test_random_variants(score: Any, seed: int) -> None:
-    """On the CPU in float64; where the oracle's gradient is finite."""
+    """On the CPU in float64; where scores leave digits to softmax."""
     attn = random_variant(score)
     env = sample(seed, wild=False)
     names = [declaration.partition(":")[0] for declaration in attn.captures]
@@ -297,6 +297,9 @@ def test_random_variants(score: Any, seed: int) -> None:
     learn = {n: x for n, x in values.items() if n in attn._program.score.names}
     fixed = {n: x for n, x in values.items() if n not in learn}
     qkv = tensors(Shape(1, 2, 1, LENGTH, LENGTH, 2, 2), f64, seed)
+    _, lse = attn.eager(*qkv, return_lse=True, **values)
+    if not lse.abs().max() < 1e4:
+        return
     exact = list(gradients(attn.eager, qkv, learn, **fixed))
     if all(x.isfinite().all() and (x.abs() < 1e6).all() for x in exact):
         for x, y in zip(gradients(attn, qkv, learn, **fixed), exact, strict=True):

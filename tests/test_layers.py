@@ -26,6 +26,7 @@ LAYERS = """
     backward_cpu backward_triton
     warm sources attention reference
     autograd
+    library
     explain check
     api
     variants nn
