@@ -137,7 +137,7 @@ class Variant:
         ]
         return library.attend(text, how, autocast(*qkv), (*options, *values))
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @library.constant
     def _operator_text(self, given: tuple[tuple[str, Any], ...]) -> str:
         """The variant as the operator reads it, for names of captures and values of consts."""
         program, names = self._program, dict(given)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,12 +27,24 @@ from .origin import Leaf
 from .plan import Param, Typed, typed
 from .variant import Program, read
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 PLAIN = (Tensor, torch.nn.Parameter)
 
 _VALUES = (
     "Tensor q, Tensor k, Tensor v, Tensor[] tensors, SymInt[] ints, float[] floats, "
     "str variant, str how"
 )
+
+
+def constant(function: Callable[P, R]) -> Callable[P, R]:
+    """Let Dynamo call a function instead of following it, and keep the result.
+
+    What torch.compiler.assume_constant_result does, without its import of Dynamo, and Triton.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def is_watched(q: Tensor) -> bool:
