@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import attend_triton, attention, autograd, explain, library, reference, sources
+from . import attend_triton, attention, autograd, check, explain, library, reference, sources
 from .analysis.tiles import TileMap, classify
 from .binding import Bound, Sizes, bind, check_given, check_names, number, value_of
 from .errors import (
@@ -397,6 +397,28 @@ class Variant:
         known = typed(self._program, params)
         return "\n".join(lines + explain.explain_shape(known, chosen, parse_target(target)))
 
+    @_public
+    def check(
+        self,
+        *,
+        dtype: Any = None,
+        backend: str | Sequence[str] | None = None,
+        bounds: bool = False,
+        seed: int = 0,
+        captures: Mapping[str, Any] | None = None,
+        **values: Any,
+    ) -> check.Report:
+        """Compare with the oracle, forward and backward, and raise CheckFailed where it is off.
+
+        Over awkward lengths, head dims and offsets, each dtype (or those given: `"f32"`,
+        torch.bfloat16, or several) and each backend that runs here. Captures that are not given
+        are drawn by declared type; one called like an option is given in `captures`. `bounds` adds
+        the reads of attended pairs that leave their tables.
+        """
+        backends = (backend,) if isinstance(backend, str) else tuple(backend or ())
+        wish = check.Wish(check.words_of(dtype), backends, bounds, seed)
+        return check.check(self, {**(captures or {}), **values}, wish)
+
     def _text(self) -> tuple[str, ...]:
         """The user's own words."""
         lines: list[str] = []
@@ -413,6 +435,10 @@ class Variant:
     def captures(self) -> tuple[str, ...]:
         """The captures that a call may give, as declarations."""
         return tuple(c.declaration for c in self._program.captures)
+
+    def __deepcopy__(self, memo: object) -> Variant:
+        """Itself: a variant never changes, so copies of a module share it."""
+        return self
 
     def __repr__(self) -> str:
         return f"<scoremod variant {self.name}({', '.join(self.captures)})>"

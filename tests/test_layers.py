@@ -21,7 +21,7 @@ LAYERS = """
     cache bundle launch
     binding
     inputs
-    gradients
+    gradients draw
     attend_cpu attend_triton attend_hopper
     backward_cpu backward_triton
     warm sources attention reference
