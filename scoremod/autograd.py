@@ -162,32 +162,42 @@ class _Attention(torch.autograd.Function):
         values = [
             number if x is None else x for number, x in zip(ctx.numbers, tensors, strict=True)
         ]
-        coming = [x for x in (grad_out, grad_lse) if x is not None]
-        if not coming:
+        wanted = ctx.needs_input_grad[1:]
+        if (grad_out is None and grad_lse is None) or not any(wanted):
             return (None,) * (1 + len(values))
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        result = Result(out.detach(), lse.detach(), grad_out.detach(), _detached(grad_lse))
-        found = backward(ctx.call, values, result, ctx.needs_input_grad[1:])
-        if torch.is_grad_enabled():
-            causes = [x for x in (*tensors, *coming) if x is not None and x.requires_grad]
-            found = [x if x is None else _Once.apply(x, *causes) for x in found]  # type: ignore[no-untyped-call]
-        return (None, *found)
+        found = iter(
+            _Backward.apply(ctx.call, wanted, out, lse, grad_out, grad_lse, *values)  # type: ignore[no-untyped-call]
+        )
+        return (None, *(next(found) if wants else None for wants in wanted))
 
 
-def _detached(x: torch.Tensor | None) -> torch.Tensor | None:
-    return None if x is None else x.detach()
+class _Backward(torch.autograd.Function):
+    """The gradients of a call; it says why they have none themselves.
 
-
-class _Once(torch.autograd.Function):
-    """A gradient that says why it has no gradient itself."""
+    A function of its own, so that torch.func runs it on the tensors inside its wrappers.
+    """
 
     @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, *causes: torch.Tensor) -> torch.Tensor:
-        return gradient.view_as(gradient)
+    def forward(
+        call: Call,
+        wanted: Sequence[bool],
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        *values: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        found = backward(call, values, Result(out, lse, grad_out, grad_lse), wanted)
+        return tuple(x for x in found if x is not None)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise BackendUnavailable(
-            "second derivatives of attention are not computed by the kernels",
-            hint="backend='eager' is once differentiable as well; drop create_graph=True",
+            "second derivatives of attention are not computed",
+            hint="drop create_graph=True, or write the attention with torch's own operations",
         )

@@ -322,6 +322,29 @@ def test_second_derivatives_are_an_error() -> None:
         dq.sum().backward()
 
 
+def test_functional_gradients() -> None:
+    q, k, v = tensors(SMALL)
+    slopes = torch.rand(4)
+    found = torch.func.grad(lambda q, t: ALIBI(q, k, v, slopes=t).sum(), (0, 1))(q, slopes)
+    leaves = leaf(q), leaf(slopes)
+    ALIBI(leaves[0], k, v, slopes=leaves[1]).sum().backward()
+    assert all(torch.equal(x, y.grad) for x, y in zip(found, leaves, strict=True))
+
+
+def test_hooks_of_torch_are_called() -> None:
+    """Saved tensors may be moved elsewhere, and a parameter's gradient looked at."""
+    q, k, v = (x.requires_grad_() for x in tensors(SMALL))
+    seen: list[Any] = []
+    slopes = torch.rand(4, requires_grad=True)
+    slopes.register_hook(seen.append)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x) or x.numpy(force=True),
+                                                  torch.from_numpy):  # fmt: skip
+        out = ALIBI(q, k, v, slopes=slopes)
+    assert len(seen) == 6  # q, k, v, slopes, out and lse
+    out.sum().backward()
+    assert torch.equal(seen[-1], slopes.grad)
+
+
 def test_what_was_saved_must_not_change() -> None:
     q, k, v = (x.requires_grad_() for x in tensors(SMALL))
     slopes = torch.rand(4)
