@@ -130,8 +130,8 @@ def markdown(rows: Sequence[dict[str, Any]], results: Sequence[BenchResult]) -> 
         f"{machine['gpu']}; {versions(machine)}; commit {machine['commit']}; {machine['date']}.",
         f"Command: `{machine['command']}`. {first.dtype}, all candidates of a row interleaved in",
         "one process with a heater; median ms (TFLOP/s of the pairs that the mask keeps).",
-        "FlexAttention's block mask and our tile structure, where a mask needs one, are made before",
-        "and not counted.",
+        "FlexAttention's block mask and our tile structure, where a mask needs one, are made",
+        "before and not counted.",
         "",
         f"| shape | variant | {' | '.join(peers)} | FlexAttention / ours "
         "| block mask, ms | structure, ms |",

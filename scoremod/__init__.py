@@ -5,7 +5,7 @@ def alibi(s, i, j, h, slopes):
     return s - slopes[h] * (i - j)
 """
 
-from . import errors, variants
+from . import errors, nn, testing, variants
 from .api import Variant, from_flex, mask, parse, variant
 from .cache import compile_count
 from .language import (
@@ -66,6 +66,7 @@ __all__ = [
     "mask",
     "maximum",
     "minimum",
+    "nn",
     "parse",
     "pow",
     "relu",
@@ -76,6 +77,7 @@ __all__ = [
     "softplus",
     "sqrt",
     "tanh",
+    "testing",
     "variant",
     "variants",
     "where",

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import attend_triton, attention, explain, reference, sources
+from . import attend_triton, attention, autograd, check, explain, library, reference, sources
 from .analysis.tiles import TileMap, classify
-from .binding import Bound, Sizes, bind, check_names
+from .binding import Bound, Sizes, bind, check_given, check_names, number, value_of
 from .blocks import Blocks, read_blocks
 from .errors import (
-    BackendUnavailable,
     CompositionError,
     InputMismatch,
     ScoremodError,
     UnsupportedPython,
 )
 from .frontend.source import PythonSource, read_python, read_text_source
-from .inputs import Inputs, as_numpy, check_inputs, check_positions, needs_grad
+from .inputs import Inputs, as_numpy, autocast, check_inputs, check_positions, needs_grad
 from .ir.capture import MISSING, Capture
 from .ir.expr import TRUE
 from .origin import Both, Chained, Either, Leaf, Negated, Origin, Renamed, leaves
@@ -97,6 +96,15 @@ class Variant:
         Returns out [B, Hq, Lq, Dv], or (out, lse) with lse [B, Hq, Lq] in natural log. `i` runs
         from `q_offset` (int, or int tensor [B]); keys from `kv_lens` [B] on are not read.
         """
+        if torch.compiler.is_compiling() or (backend != "eager" and library.is_watched(q)):
+            if tiles is not None:
+                raise InputMismatch(
+                    "tiles= cannot be given under torch.compile, export or fake tensors",
+                    hint="leave it out: the call finds its tiles by itself",
+                )
+            how = f"{backend or 'auto'} {precision}"
+            out, lse = self._operator(how, (q, k, v), (scale, q_offset, kv_lens), captures)
+            return (out, lse) if return_lse else out
         kind = values = None
         if backend is None and isinstance(q, torch.Tensor) and q.is_cuda:
             values = self._values(captures)
@@ -118,13 +126,37 @@ class Variant:
         if name == "eager":
             out, lse = self._oracle(inputs, captures)
         else:
-            if needs_grad(inputs, bound):
-                raise BackendUnavailable(
-                    "gradients are not computed by the kernels yet",
-                    hint="call under torch.no_grad(), or use .eager(...), which is differentiable",
-                )
-            out, lse = attention.attend(self._type(program, bound), inputs, bound, name)
+            attend = autograd.attend if needs_grad(inputs, bound) else attention.attend
+            out, lse = attend(self._type(program, bound), inputs, bound, name)
         return (out, lse) if return_lse else out
+
+    def _operator(
+        self,
+        how: str,
+        qkv: tuple[torch.Tensor, ...],
+        options: tuple[Any, ...],
+        captures: Mapping[str, Any],
+    ) -> tuple[Any, Any]:
+        """The call as an operator of torch; Dynamo follows this function."""
+        consts = {name for name, _ in self._program.consts}
+        given = tuple((n, x if n in consts else None) for n, x in captures.items())
+        text = self._operator_text(given)
+        values = [
+            number(found, value_of(found, captures, self._fixed))
+            for found in self._program.captures
+        ]
+        return library.attend(text, how, autocast(*qkv), (*options, *values))
+
+    @library.constant
+    def _operator_text(self, given: tuple[tuple[str, Any], ...]) -> str:
+        """The variant as the operator reads it, for names of captures and values of consts."""
+        program, names = self._program, dict(given)
+        consts = dict(program.consts)
+        check_names(program.captures, consts, names)
+        check_given(program.captures, names, self._fixed)
+        if consts.keys() & names.keys():
+            program = read(self._origin, {**self._fixed, **names})
+        return _written(program, {}).text
 
     def _values(self, captures: Mapping[str, Any]) -> list[Any] | None:
         """The captures' values in order, unchecked; None where a name is missing or unknown."""
@@ -440,6 +472,28 @@ class Variant:
         known = typed(self._program, params)
         return "\n".join(lines + explain.explain_shape(known, chosen, parse_target(target)))
 
+    @_public
+    def check(
+        self,
+        *,
+        dtype: Any = None,
+        backend: str | Sequence[str] | None = None,
+        bounds: bool = False,
+        seed: int = 0,
+        captures: Mapping[str, Any] | None = None,
+        **values: Any,
+    ) -> check.Report:
+        """Compare with the oracle, forward and backward, and raise CheckFailed where it is off.
+
+        Over awkward lengths, head dims and offsets, each dtype (or those given: `"f32"`,
+        torch.bfloat16, or several) and each backend that runs here. Captures that are not given
+        are drawn by declared type; one called like an option is given in `captures`. `bounds` adds
+        the reads of attended pairs that leave their tables.
+        """
+        backends = (backend,) if isinstance(backend, str) else tuple(backend or ())
+        wish = check.Wish(check.words_of(dtype), backends, bounds, seed)
+        return check.check(self, {**(captures or {}), **values}, wish)
+
     def _text(self) -> tuple[str, ...]:
         """The user's own words."""
         lines: list[str] = []
@@ -457,6 +511,10 @@ class Variant:
         """The captures that a call may give, as declarations."""
         return tuple(c.declaration for c in self._program.captures)
 
+    def __deepcopy__(self, memo: object) -> Variant:
+        """Itself: a variant never changes, so copies of a module share it."""
+        return self
+
     def __repr__(self) -> str:
         return f"<scoremod variant {self.name}({', '.join(self.captures)})>"
 
@@ -466,12 +524,7 @@ class Variant:
 
     def _written(self) -> Program:
         """The program without what only this process knows."""
-        given = self._new_defaults()
-        captures = (
-            replace(c, default=given.get(c.name, c.default), free=None)
-            for c in self._program.captures
-        )
-        return replace(self._program, captures=tuple(captures))
+        return _written(self._program, self._new_defaults())
 
     def _new_defaults(self) -> dict[str, Any]:
         """Numbers of .bind for captures of a declared type, which text can write down."""
@@ -554,6 +607,14 @@ def _tiles(given: Any, inputs: Inputs) -> Tiles | Blocks:
         return given
     batch, q_heads, q_len, _ = inputs.q.shape
     return read_blocks(given, batch, q_heads, q_len, inputs.k.shape[2], inputs.q.device)
+
+
+def _written(program: Program, defaults: Mapping[str, Any]) -> Program:
+    """A program without free variables and with other defaults."""
+    captures = (
+        replace(c, default=defaults.get(c.name, c.default), free=None) for c in program.captures
+    )
+    return replace(program, captures=tuple(captures))
 
 
 def _number(found: Capture, value: bool | int | float) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from itertools import product
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -25,18 +25,31 @@ TILE_ELEMENTS = 2**22
 # Structures that are classified one by one; beyond it, every tile is masked.
 MAX_STRUCTURES = 256
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Schedule = list[tuple[int, int, list[tuple[int, int, bool]]]]
 
 
+def without_autocast(run: Callable[P, R]) -> Callable[P, R]:
+    """Leave products in the precision of their operands; q, k and v are cast already."""
+
+    @functools.wraps(run)
+    def plain(*args: P.args, **keywords: P.kwargs) -> R:
+        with torch.autocast("cpu", enabled=False), torch.no_grad():
+            return run(*args, **keywords)
+
+    return plain
+
+
+@without_autocast
 def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[Any, Any]:
     """Attention on the CPU: (out, lse)."""
     float64 = inputs.q.dtype is torch.float64
-    user = inputs.tiles if isinstance(inputs.tiles, Blocks) else None
     kernel = kernel_of(
         program,
         float64=float64,
         has_kv_lens=inputs.kv_lens is not None,
-        has_blocks=user is not None,
+        has_blocks=isinstance(inputs.tiles, Blocks),
     )
     q, k, v = inputs.q, inputs.k, inputs.v
     batch, kv_heads = q.shape[0], k.shape[1]
@@ -50,13 +63,22 @@ def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[An
         out.view(*heads, *out.shape[2:]),
         lse.view(*heads, lse.shape[2]),
         inputs.scale,
-        _per_batch(inputs.q_offset),
-        _per_batch(inputs.kv_lens),
+        per_batch(inputs.q_offset),
+        per_batch(inputs.kv_lens),
         schedule(program, inputs, bound),
-        user and (user.per_head(*heads), user.block_m, user.block_n),
-        *(_argument(x, float64=float64) for x in bound),
+        user_blocks(inputs),
+        *(argument(x, float64=float64) for x in bound),
     )
     return out, lse
+
+
+def user_blocks(inputs: Inputs) -> tuple[torch.Tensor, int, int] | None:
+    """The user's list of blocks: [B, Hk, G, q blocks, kv blocks], and the size of its blocks."""
+    found = inputs.tiles
+    if not isinstance(found, Blocks):
+        return None
+    batch, kv_heads = inputs.q.shape[0], inputs.k.shape[1]
+    return found.per_head(batch, kv_heads, inputs.gqa_group), found.block_m, found.block_n
 
 
 def source(plan: CpuPlan) -> str:
@@ -75,11 +97,12 @@ def kernel_of(
     return kernel
 
 
-def _per_batch(value: int | torch.Tensor | None) -> Any:
+def per_batch(value: int | torch.Tensor | None) -> Any:
+    """An int for each sequence, as it broadcasts against [B, Hk, G, Lq, Lk]."""
     return value.to(torch.int64).view(-1, 1, 1, 1, 1) if isinstance(value, torch.Tensor) else value
 
 
-def _argument(item: Bound, *, float64: bool) -> torch.Tensor:
+def argument(item: Bound, *, float64: bool) -> torch.Tensor:
     """A scalar as a 0-d tensor of the program's types; a table is converted where it is read."""
     value = torch.as_tensor(item.value).detach()
     if item.param.rank and not item.param.as_float:

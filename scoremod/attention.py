@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 
-from . import attend_cpu, attend_triton
+from . import attend_cpu, attend_triton, backward_cpu
 from .binding import Bound
 from .errors import BackendUnavailable
+from .gradients import Gradients, Result, Wanted
 from .inputs import Inputs
 from .plan import Typed
 
 BACKENDS = ("triton", "cpu", "eager")
 RUN = {"cpu": attend_cpu.attend, "triton": attend_triton.attend}
+RUN_BACKWARD = {"cpu": backward_cpu.backward}
 
 
 def attend(
@@ -22,6 +24,27 @@ def attend(
 ) -> tuple[Any, Any]:
     """(out, lse) of a call on a backend other than eager."""
     return RUN[backend](program, inputs, bound)
+
+
+def require_backward(backend: str) -> None:
+    """Raise where a backend computes no gradients, before a forward is spent on it."""
+    if backend not in RUN_BACKWARD:
+        raise BackendUnavailable(
+            f"the backend {backend!r} computes no gradients yet",
+            hint="call under torch.no_grad(), or use .eager(...), which is differentiable",
+        )
+
+
+def gradients(
+    program: Typed,
+    inputs: Inputs,
+    bound: tuple[Bound, ...],
+    backend: str,
+    result: Result,
+    wanted: Wanted,
+) -> Gradients:
+    """The gradients of a call on a backend other than eager."""
+    return RUN_BACKWARD[backend](program, inputs, bound, result, wanted)
 
 
 def interpreting() -> bool:

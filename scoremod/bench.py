@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module, metadata
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import numpy as np
@@ -37,13 +37,13 @@ from .analysis.tiles import FULL, PARTIAL, classify
 from .api import Variant
 from .backends import flex
 from .binding import DTYPE_OF, Bound, Sizes
+from .draw import Shape, draw_missing
 from .errors import BackendUnavailable, InputMismatch, ScoremodError
 from .inputs import as_numpy
-from .ir.capture import MISSING, Capture, Kind
 from .ir.expr import TRUE, Expr, const, index, make, substitute
-from .ir.ops import Op, Type
+from .ir.ops import Op
 from .passes.simplify import simplify
-from .plan import Param, Typed, assumed_params, typed
+from .plan import Typed, assumed_params, typed
 from .sources import element
 from .tiles import Tiles
 from .variant import S
@@ -59,27 +59,6 @@ AGAINST = {"flex": (FLEX,), "sdpa": (CUDNN, FLASH), "cudnn": (CUDNN,), "flash": 
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float32: 1e-3}
 HEAT_MS, CASE_MS = 30.0, 40.0  # the heater before each measurement, and the measurement
 TILE, TILES_AT_ONCE = 128, 512  # for counting pairs
-DOCUMENT = 1024  # mean length of drawn documents
-
-
-class Shape(NamedTuple):
-    """The sizes of a call."""
-
-    batch: int
-    q_heads: int
-    kv_heads: int
-    q_len: int
-    kv_len: int
-    head_dim: int
-    v_head_dim: int
-
-    def __str__(self) -> str:
-        heads = f"{self.q_heads}" if self.q_heads == self.kv_heads else self._pair(1, 2)
-        return f"{self.batch}x{heads}x{self._pair(3, 4)}x{self._pair(5, 6)}"
-
-    def _pair(self, first: int, second: int) -> str:
-        x, y = self[first], self[second]
-        return f"{x}" if x == y else f"{x}/{y}"
 
 
 @dataclass(frozen=True)
@@ -103,56 +82,7 @@ class Case:
         return out
 
 
-# -- captures that were not given --------------------------------------------------------------
-
-
-def draw_missing(
-    variant: Variant,
-    shape: Shape,
-    given: Mapping[str, Any],
-    *,
-    device: str | torch.device = "cpu",
-    seed: int = 0,
-) -> dict[str, tuple[Any, str]]:
-    """Values for captures that have none, by declared type, each with what was drawn."""
-    rng = torch.Generator(device).manual_seed(seed)
-    program = variant._program
-    found = {}
-    for item, param in zip(program.captures, assumed_params(program), strict=True):
-        has_value = item.free is not None or item.default is not MISSING
-        if has_value or item.name in given or item.name in variant._fixed:
-            continue
-        found[item.name] = _drawn(item, param, shape, rng)
-    return found
-
-
-def _drawn(item: Capture, param: Param, shape: Shape, rng: torch.Generator) -> tuple[Any, str]:
-    """Floats are normal, bools even, ints of positions sorted ids, other ints in 1..L."""
-    longest = max(shape.q_len, shape.kv_len, 1)
-    sizes = {"B": shape.batch, "H": shape.q_heads, "Hk": shape.kv_heads}
-    sizes |= {"Lq": shape.q_len, "Lk": shape.kv_len, "L": longest}
-    names = item.dims if item.dims is not None else (None,) * param.rank
-    # Long enough for any distance that indexes it.
-    dims = [d if isinstance(d, int) else sizes.get(d or "", 2 * longest + 1) for d in names]
-    dtype = DTYPE_OF[{"int": "i32", "float": "f32"}.get(param.element, param.element)]
-    if param.type is Type.FLOAT:
-        value, words = torch.randn(dims, generator=rng, device=rng.device), "normal"
-    elif param.type is Type.BOOL:
-        value, words = torch.rand(dims, generator=rng, device=rng.device) < 0.5, "true or false"
-    elif any(d in ("L", "Lq", "Lk") for d in names):
-        axis = max(k for k, d in enumerate(names) if d in ("L", "Lq", "Lk"))
-        mean = min(DOCUMENT, max(2, longest // 8))
-        starts = torch.rand(dims, generator=rng, device=rng.device) < 1 / mean
-        value, words = starts.cumsum(axis), "sorted ids"
-    else:
-        value = torch.randint(1, longest + 1, dims, generator=rng, device=rng.device)
-        words = f"ints in 1..{longest}"
-    if dtype is not torch.bool and not dtype.is_floating_point:
-        value = value.clamp(max=torch.iinfo(dtype).max)
-    if item.kind is Kind.SCALAR:
-        number = value.item()
-        return number, f"{item.declaration} = {number} ({words})"
-    return value.to(dtype), f"{item.declaration} {tuple(dims)} ({words})"
+# -- calls -----------------------------------------------------------------------------------
 
 
 def prepare(
@@ -171,7 +101,9 @@ def prepare(
     q = torch.randn(b, q_heads, q_len, head_dim, device=device).to(dtype)
     k = torch.randn(b, kv_heads, kv_len, head_dim, device=device).to(dtype)
     v = torch.randn(b, kv_heads, kv_len, v_head_dim, device=device).to(dtype)
-    drawn = draw_missing(variant, shape, captures, device=device, seed=seed)
+    drawn = draw_missing(
+        variant._program, variant._fixed, shape, captures, device=device, seed=seed
+    )
     values = {**captures, **{name: value for name, (value, _) in drawn.items()}}
     values = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in values.items()}
     sizes = Sizes(b, q_heads, kv_heads, q_len, kv_len)

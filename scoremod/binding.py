@@ -66,8 +66,9 @@ class Bound:
     """A capture with its value of this call."""
 
     param: Param
-    value: Value
+    value: Value  # in its declared shape: dimensions of length 1 may be expanded
     capture: Capture
+    given: Value  # as the user gave it: what a gradient belongs to
 
 
 def bind(
@@ -80,6 +81,7 @@ def bind(
 ) -> tuple[Bound, ...]:
     """Bind every capture; `given` is from the call, `fixed` from `.bind`."""
     check_names(captures, consts, given)
+    check_given(captures, given, fixed)
     bound = []
     agreed: dict[str, tuple[int, str]] = {}
     for found in captures:
@@ -109,21 +111,26 @@ def _cannot_be_given(found: Capture) -> bool:
 
 
 def value_of(found: Capture, given: Mapping[str, Any], fixed: Mapping[str, Any]) -> Any:
-    """The value of a capture, by order of precedence."""
+    """The value of a capture, by order of precedence; MISSING where there is none."""
     if found.name in given:
         return given[found.name]
     if found.name in fixed:
         return fixed[found.name]
-    if found.free is not None:
-        return found.free.read()
-    if found.default is not MISSING:
-        return found.default
-    raise MissingCapture(
-        f"the capture `{found.name}` was not given",
-        span=found.span,
-        hint=f"pass {found.name}=... at the call, or fix it with .bind({found.name}=...); "
-        f"it is declared as {found.declaration}",
-    )
+    return found.default if found.free is None else found.free.read()
+
+
+def check_given(
+    captures: Sequence[Capture], given: Mapping[str, Any], fixed: Mapping[str, Any]
+) -> None:
+    """Raise for a capture that has no value."""
+    for found in captures:
+        if value_of(found, given, fixed) is MISSING:
+            raise MissingCapture(
+                f"the capture `{found.name}` was not given",
+                span=found.span,
+                hint=f"pass {found.name}=... at the call, or fix it with .bind({found.name}=...); "
+                f"it is declared as {found.declaration}",
+            )
 
 
 def _bind_one(
@@ -133,9 +140,9 @@ def _bind_one(
     device: torch.device | None,
     agreed: dict[str, tuple[int, str]],
 ) -> Bound:
-    if not isinstance(value, torch.Tensor):
-        value = _number(found, value)
-    elif device is not None and device.type != "meta" and value.device != device:
+    value = number(found, value)
+    elsewhere = isinstance(value, torch.Tensor) and value.device != device
+    if elsewhere and device is not None and device.type != "meta":
         raise _mismatch(found, f"is on {value.device}, but q is on {device}")
     if found.kind is Kind.SCALAR:
         return _scalar(found, value)
@@ -146,12 +153,15 @@ def _bind_one(
     table = _fit(found, value, sizes, agreed)
     as_float = _as_float(found, element)
     param = Param(found.name, Kind.TENSOR, element, table.ndim, as_float=as_float)
-    return Bound(param, table, found)
+    return Bound(param, table, found, value)
 
 
-def _number(found: Capture, value: Any) -> bool | int | float:
-    """A Python number; NumPy's scalars become one."""
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+def number(found: Capture, value: Any) -> Value:
+    """A Python number, or the tensor that it is; NumPy's scalars become numbers."""
+    if isinstance(value, torch.Tensor):
+        return value
+    # Dynamo follows this function, and asks no int for attributes.
+    if not isinstance(value, int) and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
         value = value.item()
     if not isinstance(value, bool | int | float):
         raise _mismatch(found, f"must be a number or a tensor, not {type(value).__name__}")
@@ -169,13 +179,13 @@ def _scalar(found: Capture, value: Value) -> Bound:
         element = _element(found, value)
         _check_element(found, element)
         param = Param(found.name, Kind.SCALAR, element, 0, False, _as_float(found, element))
-        return Bound(param, value.reshape(()), found)
+        return Bound(param, value.reshape(()), found, value)
     element = type(value).__name__
     if found.element is not None and (element, found.element) in _WIDENING:
         element = found.element
     _check_element(found, element)
     value = {"bool": bool, "int": int, "float": float}[element](value)
-    return Bound(Param(found.name, Kind.SCALAR, element), value, found)
+    return Bound(Param(found.name, Kind.SCALAR, element), value, found, value)
 
 
 _WIDENING = {("bool", "int"), ("int", "float"), ("bool", "float")}

@@ -14,14 +14,14 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from . import __version__, bench, cache, variants
+from . import __version__, bench, cache, check, variants
 from .analysis.picture import TileMap
 from .api import Variant, parse
 from .errors import ScoremodError
@@ -468,6 +468,44 @@ def bench_(
     """Time the variant beside FlexAttention and SDPA on this GPU, interleaved."""
     result = bench.from_options(variant, dict(settings), **how)
     emit(result.json() if as_json else str(result))
+
+
+@main.command("check", epilog=example("scoremod check alibi", "scoremod check gemma2.smod --json"))
+@_file
+@click.option(
+    "--dtype", "dtypes", multiple=True, help="f16, bf16, f32 or f64; several times for several."
+)
+@click.option(
+    "--backend", "backends", multiple=True, help="cpu or triton; what runs here if left out."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of what is drawn.")
+@click.option("--bounds", is_flag=True, help="Also list reads outside tables.")
+@_set
+@_json
+def check_(
+    variant: Variant,
+    settings: tuple[tuple[str, Any], ...],
+    as_json: bool,
+    dtypes: tuple[str, ...],
+    backends: tuple[str, ...],
+    bounds: bool,
+    seed: int,
+) -> None:
+    """Compare the variant with the oracle, forward and backward. Exit code 1 if it is off."""
+    wish = check.Wish(check.words_of(dtypes), backends, bounds, seed)
+    report = check.check(variant, dict(settings), wish, _followed)
+    emit(report.json() if as_json else str(report))
+
+
+def _followed(cases: Sequence[check.Case]) -> Iterable[check.Case]:
+    """The cases, with a bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(
+        cases, "checking", console=console, transient=True, disable=not console.is_terminal
+    )
 
 
 @main.group("cache", epilog=example("scoremod cache size", "scoremod cache clear"))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 __all__ = [
     "BackendUnavailable",
     "CaptureMismatch",
+    "CheckFailed",
     "CompositionError",
     "InputMismatch",
     "LanguageError",
@@ -136,6 +137,10 @@ class CompositionError(ScoremodError, TypeError):
 
 class BackendUnavailable(ScoremodError, RuntimeError):
     """The asked-for backend cannot run this here."""
+
+
+class CheckFailed(ScoremodError, AssertionError):
+    """A backend does not compute what the variant's source says."""
 
 
 class ResourceMissing(ScoremodError, RuntimeError):

@@ -72,7 +72,7 @@ def check_inputs(
                 f"{name} must have 4 dimensions [batch, heads, length, head dim], "
                 f"but has shape {tuple(x.shape)}"
             )
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     _check_dtypes(q, k, v)
     _check_shapes(q, k, v)
     if precision not in PRECISIONS:
@@ -87,9 +87,10 @@ def check_inputs(
     )
 
 
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q, k and v in the dtype that autocast asks for, if it does."""
     kind = tensors[0].device.type
-    if torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         return tuple(x.to(dtype) if x.dtype is not torch.float64 else x for x in tensors)
     return tensors
@@ -224,7 +225,7 @@ def _capture_arguments(item: Bound) -> list[Any]:
 
 def needs_grad(inputs: Inputs, bound: tuple[Bound, ...]) -> bool:
     """Whether the call would have to record a backward."""
-    tensors = [inputs.q, inputs.k, inputs.v, *(x.value for x in bound)]
+    tensors = [inputs.q, inputs.k, inputs.v, *(x.given for x in bound)]
     return torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in tensors
     )

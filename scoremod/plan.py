@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from .analysis.ranges import solve
 from .ir.capture import ELEMENTS, Kind
-from .ir.expr import TRUE, Expr, require_bool, resolve
-from .ir.ops import Type
+from .ir.expr import TRUE, ZERO, Expr, require_bool, resolve
+from .ir.ops import Op, Type
 from .passes.assume import assume
+from .passes.derivative import d_dread, d_ds, reads
 from .passes.simplify import simplify
 from .resources import path
 from .variant import Program, S, rename_captures
@@ -123,7 +124,7 @@ def typed(program: Program, params: tuple[Param, ...], text: tuple[str, ...] = (
 # -- names in kernels --------------------------------------------------------------------------
 
 # Names that a kernel derives: of a table's sizes, of the user's functions, of shared values.
-_DERIVED = re.compile(r".*_(size|stride)_\d+|.*_(score|mask|keys_\d+)|t\d+")
+_DERIVED = re.compile(r".*_(size|stride)_\d+|.*_(score|mask|slope|grad|keys_\d+|slope_\d+)|t\d+")
 
 
 @functools.cache
@@ -231,3 +232,120 @@ def cpu_plan(
         has_kv_lens=has_kv_lens,
         has_blocks=has_blocks,
     )
+
+
+# -- the CPU backend's backward ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReadSlope:
+    """How the score changes with one captured float that it reads."""
+
+    table: str  # the capture's name
+    is_scalar: bool
+    slope: DeviceFunction  # gives the slope; of a table's element, its indices as well
+
+    @property
+    def gradient(self) -> str:
+        """What the gradient of the capture is called."""
+        return _gradient_name(self.table)
+
+
+def _gradient_name(capture: str) -> str:
+    return f"{capture}_grad"
+
+
+@dataclass(frozen=True)
+class CpuBackwardPlan:
+    """The tiled PyTorch program of the CPU backend's backward."""
+
+    title: str
+    comments: tuple[str, ...]
+    functions: tuple[DeviceFunction, ...]
+    score: DeviceFunction | None
+    mask: DeviceFunction | None
+    slope: DeviceFunction | None  # of the score by s; None where it is s
+    reads: tuple[ReadSlope, ...]
+    gradients: tuple[Param, ...]  # of captures, as arguments
+    params: tuple[Param, ...]
+    float_type: str
+    has_kv_lens: bool
+    has_blocks: bool
+    wants_q: bool
+    wants_k: bool
+    wants_v: bool
+
+    @property
+    def wants_q_or_k(self) -> bool:
+        """Whether the gradient of raw scores is needed."""
+        return self.wants_q or self.wants_k
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether the gradient of scores is needed."""
+        return self.wants_q_or_k or bool(self.reads)
+
+
+def cpu_backward_plan(
+    program: Typed,
+    *,
+    float64: bool,
+    has_kv_lens: bool,
+    wanted: tuple[bool, ...],
+    has_blocks: bool = False,
+) -> CpuBackwardPlan:
+    """Decide the CPU backward; `wanted` says it of q, k, v and each capture."""
+    program = with_kernel_names(program, "cpu")
+    wants_q, wants_k, wants_v, *captured = wanted
+    params = tuple(p for p, wants in zip(program.params, captured, strict=True) if wants)
+    score, mask = program.score_function, program.mask_function
+    by_s = slope_function(program) if score and (wants_q or wants_k) else None
+    by_read = read_slopes(program, frozenset(p.name for p in params))
+    functions = (score, mask, by_s, *(read.slope for read in by_read))
+    return CpuBackwardPlan(
+        title=f"Attention backward for `{program.name}` on the CPU: tiled PyTorch",
+        comments=program.text,
+        functions=tuple(f for f in functions if f is not None),
+        score=score,
+        mask=mask,
+        slope=by_s,
+        reads=by_read,
+        gradients=tuple(replace(p, name=_gradient_name(p.name)) for p in params),
+        params=program.params,
+        float_type="torch.float64" if float64 else "torch.float32",
+        has_kv_lens=has_kv_lens,
+        has_blocks=has_blocks,
+        wants_q=wants_q,
+        wants_k=wants_k,
+        wants_v=wants_v,
+    )
+
+
+def slope_function(program: Typed) -> DeviceFunction:
+    """The derivative of the score by s; differentiated as given, simplified after."""
+    return DeviceFunction(
+        f"{program.name}_slope",
+        program.params,
+        (d_ds(program.given_score),),
+        "The slope of the score by s.",
+    )
+
+
+def read_slopes(program: Typed, names: frozenset[str]) -> tuple[ReadSlope, ...]:
+    """The derivatives of the score by each read of the named captures."""
+    nodes = [node for node in reads(program.given_score) if node.attr in names]
+    slopes = [(node, d_dread(program.given_score, node)) for node in nodes]
+    # What only decides a condition or an index has slope 0.
+    moving = [(node, slope) for node, slope in slopes if slope != ZERO]
+    return tuple(_read_slope(program, *found, k) for k, found in enumerate(moving))
+
+
+def _read_slope(program: Typed, node: Expr, slope: Expr, number: int) -> ReadSlope:
+    is_scalar = node.op is Op.CAPTURE
+    doc = "The slope of the score by a captured number."
+    if not is_scalar:
+        doc = f"The slope of the score by an element of {node.attr}, and its indices."
+    indices = tuple(simplify(x) for x in node.args)
+    name = f"{program.name}_{node.attr}_slope_{number}"
+    function = DeviceFunction(name, program.params, (slope, *indices), doc)
+    return ReadSlope(node.attr, is_scalar, function)

@@ -213,7 +213,7 @@ def _warm_tiles(
     for k in of_call:
         places += range(starts[k], starts[k] + _width(bound[k]))
     how = structure(mask, chosen, sizes, blocks, inputs.q.device)
-    without = tuple(replace(x, value=0) for x in captures)
+    without = tuple(replace(x, value=0, given=0) for x in captures)
     return WarmTiles(how, tuple(places), mask, chosen, sizes, blocks, without, of_call)
 
 

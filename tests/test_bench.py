@@ -163,7 +163,7 @@ def test_missing_captures_are_drawn_by_type_and_told() -> None:
         score s * cap - slopes[h]
         mask doc[b, i] == doc[b, j] and keep[b, j] and i - j < n }"""
     )
-    drawn = draw_missing(variant, SMALL, {"keep": None})
+    drawn = draw_missing(variant._program, variant._fixed, SMALL, {"keep": None})
     assert [words for _, words in drawn.values()] == [
         "doc: i32[B, L] (2, 40) (sorted ids)",
         "slopes: f32[H] (4,) (normal)",

@@ -22,12 +22,14 @@ LAYERS = """
     cache bundle launch
     binding
     inputs
-    gradients ready blocks
+    gradients ready blocks draw
     structure
     tiles
     attend_cpu attend_triton attend_hopper
     backward_cpu backward_triton
     warm sources attention reference
+    autograd
+    library
     explain check
     api
     variants nn

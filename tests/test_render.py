@@ -16,7 +16,16 @@ from scoremod import parse, variants
 from scoremod.attend_cpu import source as cpu_source
 from scoremod.attend_triton import source as triton_source
 from scoremod.backends.triton import TRITON
-from scoremod.plan import CpuPlan, assumed_params, cpu_plan, typed
+from scoremod.backward_cpu import source as cpu_backward_source
+from scoremod.ir.ops import Type
+from scoremod.plan import (
+    CpuBackwardPlan,
+    CpuPlan,
+    assumed_params,
+    cpu_backward_plan,
+    cpu_plan,
+    typed,
+)
 from scoremod.plan_structure import StructurePlan, structure_plan
 from scoremod.plan_triton import Options, TritonPlan, triton_plan
 from scoremod.render import render
@@ -36,7 +45,7 @@ def as_python(template: str) -> str:
     lines = [line for line in template.splitlines() if not line.lstrip().startswith("#")]
     text = "\n".join(lines)
     # A list of parameters brings its comma: `(q, k{{ plan.params }})`.
-    text = re.sub(r"(?<=[\w)}])\{\{ *plan\.(\w*params) *\}\}", r", \1", text)
+    text = re.sub(r"(?<=[\w)}])\{\{ *plan\.(\w*params|gradients) *\}\}", r", \1", text)
     return holes.sub(lambda hole: re.sub(r"\W+", "_", hole[1]).strip("_"), text)
 
 
@@ -57,6 +66,7 @@ def test_a_template_only_writes_a_plan_down(template: Path) -> None:
 
 
 PLANS: dict[str, type[Any]] = {
+    "cpu/attention_bwd.py": CpuBackwardPlan,
     "cpu/attention_fwd.py": CpuPlan,
     "triton/attention_fwd.py": TritonPlan,
     "triton/tile_structure.py": StructurePlan,
@@ -115,6 +125,10 @@ def texts(variant: Any) -> list[str]:
     program = variant._program
     known = typed(program, assumed_params(program), ("what the user wrote",))
     found = [cpu_source(cpu_plan(known, float64=x, has_kv_lens=x)) for x in (False, True)]
+    learned = tuple(p.type is Type.FLOAT for p in known.params)
+    for wanted in ((True, True, True, *learned), (False, False, True, *(False for _ in learned))):
+        plan = cpu_backward_plan(known, float64=False, has_kv_lens=True, wanted=wanted)
+        found.append(cpu_backward_source(plan))
     for target in (INTERPRETER, parse_target("cuda:90"), parse_target("hip:gfx942")):
         for options in OPTIONS:
             options = replace(options, stored=not known.half_lines)
@@ -163,7 +177,7 @@ def test_rendered_text_reads_well(said: str) -> None:
         assert "what the user wrote" in text
         assert all(line == line.rstrip() for line in text.splitlines())
         functions = [n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
-        assert functions[-1] in ("attention_fwd", "classify_tiles")
+        assert functions[-1] in ("attention_fwd", "attention_bwd", "classify_tiles")
         assert len(set(functions)) == len(functions)
 
 

@@ -85,7 +85,7 @@ def typed_mask(mask: Expr, launch: Launch) -> tuple[Typed, tuple[Bound, ...]]:
         else:
             param, given = Param(name, Kind.SCALAR, element), value.item()
         capture = Capture(name, param.kind, element)
-        bound.append(Bound(param, given, capture))
+        bound.append(Bound(param, given, capture, given))
     return Typed("m", tuple(x.param for x in bound), S, mask, ()), tuple(bound)
 
 
@@ -227,6 +227,23 @@ def test_blocks_and_with_the_mask(qk: Any, backend: str, heads: int, base: str) 
     given = (allowed, 64)
     out = call(attn, q, k, tiles=given, backend=backend, **captures)
     assert (out - expected).abs().max() < 1e-5
+
+
+def test_gradients_stop_at_the_listed_blocks(qk: Any) -> None:
+    q, k = (x.double().requires_grad_() for x in qk)
+    allowed = torch.tensor([[True, False], [True, True]])
+    keep = dense_blocks(allowed, 64, 64, 90, 120)
+
+    @scoremod.mask
+    def listed(i, j, keep):  # type: ignore[no-untyped-def]
+        return keep[i, j]
+
+    out = call(variants.causal, q, k, tiles=(allowed, 64), backend="cpu")
+    expected = (variants.causal & listed).eager(q, k, k, keep=keep)
+    weights = torch.randn_like(out)
+    grads = [torch.autograd.grad((x * weights).sum(), (q, k)) for x in (out, expected)]
+    for got, wanted in zip(*grads, strict=True):
+        assert (got - wanted).abs().max() < 1e-10
 
 
 def test_lists_of_all_kinds_read_the_same() -> None:

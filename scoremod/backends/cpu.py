@@ -49,6 +49,16 @@ def _rounding(function: str) -> Any:
     return lambda node, args: (f"to_int({function}({args[0][0]}))", ATOM)
 
 
+def _function(function: str) -> Any:
+    """A function of torch, which takes no literal."""
+
+    def spell(node: Expr, args: Sequence[Text]) -> Text:
+        operand = f"as_float({args[0][0]})" if node.args[0].is_const else args[0][0]
+        return f"{function}({operand})", ATOM
+
+    return spell
+
+
 def _power(node: Expr, args: Sequence[Text]) -> Text:
     base, exponent = args
     return f"power({base[0]}, {exponent[0]})", ATOM
@@ -92,20 +102,20 @@ SPELLING: Spelling = {
     Op.FLOOR: _rounding("torch.floor"),
     Op.CEIL: _rounding("torch.ceil"),
     Op.ROUND: _rounding("torch.round"),
-    Op.EXP: Call("torch.exp"),
-    Op.EXP2: Call("torch.exp2"),
-    Op.EXPM1: Call("torch.expm1"),
-    Op.LOG: Call("torch.log"),
-    Op.LOG2: Call("torch.log2"),
-    Op.LOG1P: Call("torch.log1p"),
-    Op.SQRT: Call("torch.sqrt"),
-    Op.RSQRT: Call("torch.rsqrt"),
-    Op.TANH: Call("torch.tanh"),
-    Op.SIGMOID: Call("torch.sigmoid"),
-    Op.SOFTPLUS: Call("softplus"),
-    Op.ERF: Call("torch.erf"),
-    Op.SIN: Call("torch.sin"),
-    Op.COS: Call("torch.cos"),
+    Op.EXP: _function("torch.exp"),
+    Op.EXP2: _function("torch.exp2"),
+    Op.EXPM1: _function("torch.expm1"),
+    Op.LOG: _function("torch.log"),
+    Op.LOG2: _function("torch.log2"),
+    Op.LOG1P: _function("torch.log1p"),
+    Op.SQRT: _function("torch.sqrt"),
+    Op.RSQRT: _function("torch.rsqrt"),
+    Op.TANH: _function("torch.tanh"),
+    Op.SIGMOID: _function("torch.sigmoid"),
+    Op.SOFTPLUS: _function("softplus"),
+    Op.ERF: _function("torch.erf"),
+    Op.SIN: _function("torch.sin"),
+    Op.COS: _function("torch.cos"),
 }
 
 

@@ -153,3 +153,32 @@ def scores(q, k):
     """q @ k^T for the query heads of a kv head: [B, Hk, G, M, D] @ [B, Hk, N, D]^T."""
     batch, heads, group, m, d = q.shape
     return (q.reshape(batch, heads, group * m, d) @ k.mT).view(batch, heads, group, m, -1)
+
+
+def over_queries(p, x):
+    """p^T @ x, summed over the query heads of a kv head: [B, Hk, G, M, N]^T @ [B, Hk, G, M, D]."""
+    batch, heads, group, m, n = p.shape
+    return p.reshape(batch, heads, group * m, n).mT @ x.reshape(batch, heads, group * m, -1)
+
+
+def chained(gradient, slope):
+    """gradient * slope, and 0 where nothing arrives: there the slope may be nan or infinite."""
+    return torch.where(gradient == 0, 0.0, gradient * as_float(slope))
+
+
+def add_at(gradient, table, value, *indices):
+    """Add each value to the gradient of table[indices]; reads outside the table have none.
+
+    A dimension in which the gradient has length 1 is one that the table only repeats.
+    """
+    if gradient.numel() == 0:
+        return
+    inside, place = torch.tensor(True), torch.tensor(0)
+    for x, length, own in zip(indices, table.shape, gradient.shape, strict=True):
+        x = operand(x)
+        valid = (x >= 0) & (x < length)
+        inside = inside & valid
+        place = place * own + (torch.where(valid, x, 0) if own > 1 else torch.zeros_like(x))
+    # Pairs that read one element are summed first; index_add_ adds the rest in order.
+    value = torch.where(inside, value, 0.0).sum_to_size(place.shape)
+    gradient.view(-1).index_add_(0, place.flatten(), value.flatten())

@@ -1,0 +1,203 @@
+"""Differentiable calls: one `torch.autograd.Function` around every backend's forward and backward.
+
+A call is taken apart into what may be a tensor and the rest, `Call`; so tensors are saved where
+torch watches over them, and eager calls and the registered operator run the same two functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import attention
+from .binding import Bound, Value
+from .errors import BackendUnavailable, CaptureMismatch
+from .gradients import Result, Wanted
+from .inputs import Inputs
+from .ir.capture import Capture
+from .plan import Param, Typed
+
+# Before the captures: q, k, v, scale, q_offset, kv_lens.
+FIXED = 6
+
+Values = Sequence[Any]  # FIXED ones, then each capture as it was given
+Pair = tuple[torch.Tensor, torch.Tensor]  # out and lse
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A bound capture without its value."""
+
+    param: Param
+    capture: Capture
+    shape: tuple[int, ...] | None  # of a tensor, as the program reads it
+
+    @classmethod
+    def of(cls, item: Bound) -> Slot:
+        """What is left of a capture when its value is taken out."""
+        value = item.value
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        return cls(item.param, item.capture, shape)
+
+    def filled(self, given: Value) -> Bound:
+        """The capture with a value of the same shape and type."""
+        value = given
+        if isinstance(given, torch.Tensor):
+            assert self.shape is not None
+            value = given.expand(self.shape) if self.shape else given.reshape(())
+        return Bound(self.param, value, self.capture, given)
+
+
+@dataclass(frozen=True)
+class Call:
+    """All of a call but its values."""
+
+    program: Typed
+    backend: str
+    precision: str
+    slots: tuple[Slot, ...]
+
+    def inputs(self, values: Values) -> Inputs:
+        """The call's own tensors and options."""
+        q, k, v, scale, q_offset, kv_lens = values[:FIXED]
+        return Inputs(q, k, v, scale, q_offset, kv_lens, self.precision)
+
+    def bound(self, values: Values) -> tuple[Bound, ...]:
+        """The call's captures."""
+        pairs = zip(self.slots, values[FIXED:], strict=True)
+        return tuple(slot.filled(given) for slot, given in pairs)
+
+
+def take_apart(
+    program: Typed, inputs: Inputs, bound: tuple[Bound, ...], backend: str
+) -> tuple[Call, list[Any]]:
+    """A bound call as what never is a tensor, and values."""
+    call = Call(program, backend, inputs.precision, tuple(Slot.of(item) for item in bound))
+    values = [inputs.q, inputs.k, inputs.v, inputs.scale, inputs.q_offset, inputs.kv_lens]
+    return call, [*values, *(item.given for item in bound)]
+
+
+# -- both directions ---------------------------------------------------------------------------
+
+
+def forward(call: Call, values: Values) -> Pair:
+    """(out, lse) of a call."""
+    return attention.attend(call.program, call.inputs(values), call.bound(values), call.backend)
+
+
+def backward(
+    call: Call, values: Values, result: Result, wanted: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """The gradient of each value, None where it is not wanted."""
+    bound = call.bound(values)
+    captured = zip(bound, wanted[FIXED:], strict=True)
+    names = frozenset(item.param.name for item, wants in captured if wants)
+    found = attention.gradients(
+        call.program,
+        call.inputs(values),
+        bound,
+        call.backend,
+        result,
+        Wanted(wanted[0], wanted[1], wanted[2], names),
+    )
+    rest = [_fitted(found.captures.get(x.param.name), x.given) for x in bound]
+    return [found.q, found.k, found.v, None, None, None, *rest]
+
+
+def _fitted(gradient: torch.Tensor | None, given: Value) -> torch.Tensor | None:
+    """The gradient in the shape of what the user gave, which may have been expanded."""
+    if gradient is None:
+        return None
+    assert isinstance(given, torch.Tensor)
+    if gradient.numel() == given.numel():
+        return gradient.reshape(given.shape)
+    return gradient.sum_to_size(given.shape)
+
+
+def require_score(item: Bound, program: Typed) -> None:
+    """Raise for a capture that requires grad where no gradient can reach it."""
+    name = item.param.name
+    if name in program.given_mask.names and name not in program.given_score.names:
+        raise CaptureMismatch(
+            f"the capture `{name}` requires grad, but only the mask reads it",
+            span=item.capture.span,
+            hint=f"a mask selects pairs and has no gradient; give {name}.detach()",
+        )
+
+
+# -- eager calls -------------------------------------------------------------------------------
+
+
+def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...], backend: str) -> Pair:
+    """(out, lse), recorded for a backward."""
+    attention.require_backward(backend)
+    for item in bound:
+        if isinstance(item.given, torch.Tensor) and item.given.requires_grad:
+            require_score(item, program)
+    call, values = take_apart(program, inputs, bound, backend)
+    return _Attention.apply(call, *values)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Attention(torch.autograd.Function):
+    """The attention of a call."""
+
+    @staticmethod
+    def forward(call: Call, *values: Any) -> Pair:
+        return forward(call, values)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
+        ctx.call, *values = inputs
+        tensors = [x if isinstance(x, torch.Tensor) else None for x in values]
+        ctx.numbers = [None if isinstance(x, torch.Tensor) else x for x in values]
+        ctx.save_for_backward(*tensors, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        values = [
+            number if x is None else x for number, x in zip(ctx.numbers, tensors, strict=True)
+        ]
+        wanted = ctx.needs_input_grad[1:]
+        if (grad_out is None and grad_lse is None) or not any(wanted):
+            return (None,) * (1 + len(values))
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        found = iter(
+            _Backward.apply(ctx.call, wanted, out, lse, grad_out, grad_lse, *values)  # type: ignore[no-untyped-call]
+        )
+        return (None, *(next(found) if wants else None for wants in wanted))
+
+
+class _Backward(torch.autograd.Function):
+    """The gradients of a call; it says why they have none themselves.
+
+    A function of its own, so that torch.func runs it on the tensors inside its wrappers.
+    """
+
+    @staticmethod
+    def forward(
+        call: Call,
+        wanted: Sequence[bool],
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        *values: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        found = backward(call, values, Result(out, lse, grad_out, grad_lse), wanted)
+        return tuple(x for x in found if x is not None)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise BackendUnavailable(
+            "second derivatives of attention are not computed",
+            hint="drop create_graph=True, or write the attention with torch's own operations",
+        )

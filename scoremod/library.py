@@ -1,0 +1,208 @@
+"""The operator `scoremod::attend`: what torch.compile, export and fake tensors see of a call.
+
+Its text argument is the variant in the mini-language, read where the operator runs; so an exported
+program runs in a process that never saw the variant. Numbers travel in lists beside the tensors,
+and `how` says what each value is: `auto exact fintb` is backend, precision, then scale (a float),
+q_offset (an int), kv_lens (none) and two captures, a tensor and a bool.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from . import attention, autograd
+from .autograd import Call, Pair
+from .binding import bind
+from .errors import BackendUnavailable
+from .frontend.source import read_text_source
+from .gradients import Result
+from .inputs import check_inputs, empty_like_q
+from .origin import Leaf
+from .plan import Param, Typed, typed
+from .variant import Program, read
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+_VALUES = (
+    "Tensor q, Tensor k, Tensor v, Tensor[] tensors, SymInt[] ints, float[] floats, "
+    "str variant, str how"
+)
+
+
+def constant(function: Callable[P, R]) -> Callable[P, R]:
+    """Let Dynamo call a function instead of following it, and keep the result.
+
+    What torch.compiler.assume_constant_result does, without its import of Dynamo, and Triton.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_watched(q: Tensor) -> bool:
+    """Whether torch looks on: subclasses such as fake tensors, and modes, see one operator."""
+    return type(q) not in PLAIN or q.is_meta or torch._C._len_torch_dispatch_stack() > 0
+
+
+def attend(text: str, how: str, qkv: Sequence[Tensor], values: Sequence[Any]) -> Pair:
+    """(out, lse) through the operator; Dynamo follows this function.
+
+    `values` are scale, q_offset, kv_lens and the captures; `how` is backend and precision.
+    """
+    tensors: list[Tensor] = []
+    ints: list[int] = []
+    floats: list[float] = []
+    kinds = ""
+    for value in values:
+        if value is None:
+            kinds += "n"
+        elif isinstance(value, Tensor):
+            kinds += "t"
+            tensors.append(value)
+        elif isinstance(value, bool):
+            kinds += "b"
+            ints.append(int(value))
+        elif isinstance(value, int):
+            kinds += "i"
+            ints.append(value)
+        else:
+            kinds += "f"
+            floats.append(float(value))
+    return _attend(*qkv, tensors, ints, floats, text, f"{how} {kinds}")  # type: ignore[no-any-return]
+
+
+# -- inside the operator -----------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def _program(text: str) -> Program:
+    return read(Leaf(read_text_source(text, "<exported>")), {})
+
+
+@functools.lru_cache(maxsize=4096)
+def _typed(text: str, params: tuple[Param, ...]) -> Typed:
+    return typed(_program(text), params, tuple(text.splitlines()))
+
+
+def _unpacked(
+    tensors: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float], kinds: str
+) -> list[Any]:
+    """The values in order, from the lists that they travelled in."""
+    tables, whole, real = iter(tensors), iter(ints), iter(floats)
+    take: dict[str, Callable[[], Any]] = {
+        "n": lambda: None,
+        "t": lambda: next(tables),
+        "b": lambda: bool(next(whole)),
+        "i": lambda: next(whole),
+        "f": lambda: next(real),
+    }
+    return [take[kind]() for kind in kinds]
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensors: Sequence[Tensor],
+    ints: Sequence[int],
+    floats: Sequence[float],
+    variant: str,
+    how: str,
+) -> tuple[Call, list[Any]]:
+    """The call that the operator's arguments describe, checked and bound."""
+    backend, precision, kinds = how.split(" ")
+    scale, q_offset, kv_lens, *captured = _unpacked(tensors, ints, floats, kinds)
+    with torch.autocast(q.device.type, enabled=False):  # what it asks for is done already
+        inputs = check_inputs(
+            q, k, v, scale=scale, q_offset=q_offset, kv_lens=kv_lens, precision=precision
+        )
+    program = _program(variant)
+    given = dict(zip((c.name for c in program.captures), captured, strict=True))
+    bound = bind(program.captures, {}, given, {}, inputs.sizes, q.device)
+    name, why = attention.choose_backend(inputs, None if backend == "auto" else backend)
+    if name == "eager":
+        raise BackendUnavailable(
+            f"the oracle is no operator, and is to run this call: {why}",
+            hint="call it outside torch.compile, torch.export and torch's dispatch modes",
+        )
+    known = _typed(variant, tuple(item.param for item in bound))
+    return autograd.take_apart(known, inputs, bound, name)
+
+
+@custom_op("scoremod::attend", mutates_args=(), schema=f"({_VALUES}) -> (Tensor, Tensor)")
+def _attend(q: Tensor, *arguments: Any) -> Pair:
+    return autograd.forward(*_call(q, *arguments))
+
+
+@_attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Pair:
+    check_inputs(q, k, v, scale=None, q_offset=0, kv_lens=None, precision="auto")
+    lse = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return empty_like_q(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse)
+
+
+@custom_op(
+    "scoremod::attend_backward",
+    mutates_args=(),
+    schema="(Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, bool[] wanted, "
+    f"{_VALUES}) -> Tensor[]",
+)
+def _attend_backward(
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    wanted: Sequence[bool],
+    *arguments: Any,
+) -> list[Tensor]:
+    """The gradients of the tensors that are wanted, in order."""
+    call, values = _call(*arguments)
+    flags = iter(wanted)
+    asked = [next(flags) if isinstance(x, Tensor) else False for x in values]
+    found = autograd.backward(call, values, Result(out, lse, grad_out, grad_lse), asked)
+    return [x.contiguous() for x in found if x is not None]
+
+
+@_attend_backward.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    _, _, _, _, wanted, q, k, v, tensors, *_ = arguments
+    pairs = zip((q, k, v, *tensors), wanted, strict=True)
+    return [x.new_empty(x.shape) for x, wants in pairs if wants]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
+    q, k, v, tensors, *ctx.rest = inputs
+    _require_scores(q, k, v, tensors, *ctx.rest)
+    ctx.save_for_backward(*output, q, k, v, *tensors)
+
+
+def _require_scores(*arguments: Any) -> None:
+    """Raise for captures that require grad where none can reach them."""
+    call, values = _call(*arguments)
+    for item in call.bound(values):
+        if isinstance(item.given, Tensor) and item.given.requires_grad:
+            autograd.require_score(item, call.program)
+
+
+def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+    out, lse, q, k, v, *tensors = ctx.saved_tensors
+    *first, listed = ctx.needs_input_grad[:4]
+    wanted = [*first, *listed]
+    found = iter(
+        _attend_backward(out, lse, grad_out, grad_lse, wanted, q, k, v, tensors, *ctx.rest)
+    )
+    given = [next(found) if wants else None for wants in wanted]
+    # torch takes an empty list for a list of tensors.
+    rest: list[Any] = [[] if isinstance(x, list) and not x else None for x in ctx.rest]
+    return (*given[:3], given[3:], *rest)
+
+
+_attend.register_autograd(_backward, setup_context=_setup_context)
