@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +60,8 @@ def options(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Options
         v_head_dim=v.shape[3],
         precision=precision,
         small=_is_small(inputs, bound),
-        wide_offsets=any(_reach(x) > INT32_MAX for x in tensors),
-        aligned=all(_is_aligned(x, ELEMENT_BYTES[dtype]) for x in (q, k, v))
+        wide_offsets=any(reach(x) > INT32_MAX for x in tensors),
+        aligned=all(is_aligned(x, ELEMENT_BYTES[dtype]) for x in (q, k, v))
         and v.shape[3] * ELEMENT_BYTES[dtype] % 16 == 0,  # the output's rows too
         short=q.shape[2] <= SHORT,
         # Lists bring a kernel of their own; a sweep of lengths is to compile two at most.
@@ -84,12 +84,12 @@ def _is_small(inputs: Inputs, bound: tuple[Bound, ...]) -> bool:
     return max(q_end, inputs.k.shape[2]) <= SMALL and all(abs(x) <= SMALL for x in scalars)
 
 
-def _reach(x: torch.Tensor) -> int:
+def reach(x: torch.Tensor) -> int:
     """The largest element offset; expanded dimensions do not move."""
     return sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True) if s)
 
 
-def _is_aligned(x: torch.Tensor, element_bytes: int) -> bool:
+def is_aligned(x: torch.Tensor, element_bytes: int) -> bool:
     """Whether rows begin at multiples of 16 bytes, so that loads are wide."""
     return x.data_ptr() % 16 == 0 and all(s * element_bytes % 16 == 0 for s in x.stride()[:3])
 
@@ -190,7 +190,7 @@ def structure_kernel(program: Typed, chosen: Options, kernel: Ready, device: tor
         plan = structure_plan(program, chosen, INTERPRETER, *blocks)
         return structure_source(plan), "list_tiles", plan.constants
 
-    return _prepared(
+    return prepared(
         structure_key(program, chosen, blocks),
         device,
         lambda target: compile_structure(structure_plan(program, chosen, target, *blocks)),
@@ -238,14 +238,14 @@ def forward(program: Typed, chosen: Options, device: torch.device) -> Ready:
         plan = triton_plan(program, chosen, INTERPRETER)
         return source(plan), "attention_fwd", plan.constants
 
-    return _prepared(("attention_fwd", program.canonical, chosen), device, build, interpreted_text)
+    return prepared(("attention_fwd", program.canonical, chosen), device, build, interpreted_text)
 
 
 # Kernels found so far, by what decides them and where they run.
 _READY: dict[tuple[object, ...], Ready] = {}
 
 
-def _prepared(
+def prepared(
     what: tuple[object, ...],
     device: torch.device,
     build: Callable[[Target], Kernel],
@@ -275,7 +275,7 @@ def _on_gpu(
     def run(grid: int, values: Sequence[Any]) -> None:
         launching.launch((grid, 1, 1), current_stream(device.index), values)
 
-    return Ready(run, constants["BLOCK_M"], constants["BLOCK_N"], launching)
+    return Ready(run, *blocks_of(constants), launching)
 
 
 def _interpreted(text: str, entry: str, constants: dict[str, int]) -> Ready:
@@ -285,9 +285,13 @@ def _interpreted(text: str, entry: str, constants: dict[str, int]) -> Ready:
     kernel = getattr(TRITON.compile(text, folder), entry)
     return Ready(
         lambda grid, values: kernel[(grid,)](*values, **constants),
-        constants["BLOCK_M"],
-        constants["BLOCK_N"],
+        *blocks_of(constants),
     )
+
+
+def blocks_of(constants: Mapping[str, int]) -> tuple[int, int]:
+    """A kernel's q and kv tile; 0 for what it has no tiles of."""
+    return constants.get("BLOCK_M", 0), constants.get("BLOCK_N", 0)
 
 
 @functools.cache
@@ -355,7 +359,7 @@ def arguments(
     for x in (q, k, v, out):
         values += x.stride()[:3]
     values += [q.shape[2], k.shape[2], q.shape[1], inputs.gqa_group]
-    values.append(_in_float32(inputs.scale))
+    values.append(in_float32(inputs.scale))
     return values + shared_values(inputs, bound)
 
 
@@ -369,7 +373,7 @@ def shared_values(inputs: Inputs, bound: tuple[Bound, ...]) -> list[Any]:
     return values
 
 
-def _in_float32(value: float | torch.Tensor) -> Any:
+def in_float32(value: float | torch.Tensor) -> Any:
     return value.to(torch.float32) if isinstance(value, torch.Tensor) else value
 
 

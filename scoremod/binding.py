@@ -66,8 +66,9 @@ class Bound:
     """A capture with its value of this call."""
 
     param: Param
-    value: Value
+    value: Value  # in its declared shape: dimensions of length 1 may be expanded
     capture: Capture
+    given: Value  # as the user gave it: what a gradient belongs to
 
 
 def bind(
@@ -146,7 +147,7 @@ def _bind_one(
     table = _fit(found, value, sizes, agreed)
     as_float = _as_float(found, element)
     param = Param(found.name, Kind.TENSOR, element, table.ndim, as_float=as_float)
-    return Bound(param, table, found)
+    return Bound(param, table, found, value)
 
 
 def _number(found: Capture, value: Any) -> bool | int | float:
@@ -169,13 +170,13 @@ def _scalar(found: Capture, value: Value) -> Bound:
         element = _element(found, value)
         _check_element(found, element)
         param = Param(found.name, Kind.SCALAR, element, 0, False, _as_float(found, element))
-        return Bound(param, value.reshape(()), found)
+        return Bound(param, value.reshape(()), found, value)
     element = type(value).__name__
     if found.element is not None and (element, found.element) in _WIDENING:
         element = found.element
     _check_element(found, element)
     value = {"bool": bool, "int": int, "float": float}[element](value)
-    return Bound(Param(found.name, Kind.SCALAR, element), value, found)
+    return Bound(Param(found.name, Kind.SCALAR, element), value, found, value)
 
 
 _WIDENING = {("bool", "int"), ("int", "float"), ("bool", "float")}

@@ -35,7 +35,8 @@ class Gradients:
     """Gradients in the shape of what they belong to; None or absent where not asked for.
 
     dq, dk, dv have q's dtype, k and v the batch that was given (1, if it was 1); a captured
-    tensor's gradient has its shape and dtype, summed in float32 (float64 for float64 q).
+    tensor's gradient has its shape and dtype, summed in float32 (float64 for float64 q). Its shape
+    is that of `Bound.given`, or of `Bound.value` where that is expanded.
     """
 
     q: torch.Tensor | None = None

@@ -198,11 +198,11 @@ class TritonPlan:
     @property
     def exchanges(self) -> tuple[Pair, ...]:
         """A sorting network for the runs."""
-        return tuple(Pair(self.runs[a], self.runs[b]) for a, b in _NETWORKS[len(self.runs)])
+        return sorting_pairs(self.runs)
 
     @property
     def neighbours(self) -> tuple[Pair, ...]:
-        return tuple(Pair(a, b) for a, b in itertools.pairwise(self.runs))
+        return neighbours_of(self.runs)
 
     @property
     def places_ahead(self) -> bool:
@@ -452,6 +452,18 @@ _NETWORKS: dict[int, tuple[tuple[int, int], ...]] = {
     3: ((0, 1), (1, 2), (0, 1)),
     4: ((0, 1), (2, 3), (0, 2), (1, 3), (1, 2)),
 }
+
+
+def sorting_pairs(runs: tuple[Run, ...]) -> tuple[Pair, ...]:
+    """A sorting network for runs."""
+    return tuple(Pair(runs[a], runs[b]) for a, b in _NETWORKS[len(runs)])
+
+
+def neighbours_of(runs: tuple[Run, ...]) -> tuple[Pair, ...]:
+    """Each run with the next one."""
+    return tuple(Pair(a, b) for a, b in itertools.pairwise(runs))
+
+
 # Bits besides the sign of ints in memory; unsigned bytes lie inside 8.
 _STORAGE_BITS = {"i8": 7, "u8": 8, "i16": 15, "i32": 31}
 

@@ -300,6 +300,16 @@ def in_order(a_start, a_end, b_start, b_end):
     )
 
 
+@triton.jit
+def local_queries(lo, hi, q_start, q_len):
+    """A range of logical positions as rows of q, the first row that exists being 0."""
+    lo = to_int64(lo) - q_start
+    hi = to_int64(hi) - q_start
+    lo = tl.minimum(tl.maximum(lo, 0), q_len)
+    hi = tl.minimum(tl.maximum(hi, -1), q_len - 1)
+    return lo.to(tl.int32), hi.to(tl.int32)
+
+
 # -- attention ---------------------------------------------------------------------------------
 
 
@@ -322,3 +332,24 @@ def online_softmax_scaled(m_i, l_i, acc, qk, scale):
     p = tl.exp2(tl.fma(qk, scale, -m_safe[:, None]))
     alpha = tl.exp2(m_i - m_safe)
     return m_new, l_i * alpha + tl.sum(p, 1), acc * alpha[:, None], p
+
+
+@triton.jit
+def chained(gradient, slope):
+    """gradient * slope, and 0 where nothing arrives: there the slope may be nan or infinite."""
+    return tl.where(gradient == 0.0, 0.0, gradient * slope)
+
+
+@triton.jit
+def along_diagonals(x, BLOCK: tl.constexpr):
+    """Sums of a square tile by row - column: for 0, 1, ..., and for -BLOCK, 1 - BLOCK, ...
+
+    Column u of the turned tile holds the columns (row - u) % BLOCK: it lies on the diagonal u
+    where u <= row, on u - BLOCK where not.
+    """
+    row = tl.arange(0, BLOCK)[:, None]
+    u = tl.arange(0, BLOCK)[None, :]
+    turned = tl.gather(x, (row - u + BLOCK) % BLOCK, 1)
+    below = tl.sum(tl.where(u <= row, turned, 0.0), 0)
+    above = tl.sum(tl.where(u <= row, 0.0, turned), 0)
+    return below, above
