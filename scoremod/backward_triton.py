@@ -34,6 +34,7 @@ from .binding import Bound
 from .errors import BackendUnavailable
 from .gradients import Gradients, Result, Wanted
 from .inputs import Inputs, empty_like_q
+from .ir.ops import Op
 from .passes.patterns import Pattern, Read
 from .plan import Typed
 from .plan_triton import ELEMENT_BYTES, Options, StructurePlan
@@ -336,24 +337,19 @@ def _small(
 # -- rows --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Rows:
-    """What the kernels need of each row, float32 [B, Hq, Lq]."""
+def row_values(call: Call, result: Result) -> Tensor:
+    """What the kernels need of each row, float32 [B, Hq, Lq, 2].
 
-    lse_2: Tensor  # in base 2, +inf for a row without keys
-    delta: Tensor
-
-
-def row_values(call: Call, result: Result) -> Rows:
-    """rowsum(o * do) less the gradient of the LSE, and the LSE as the kernels want it."""
+    The LSE in base 2, +inf for a row without keys, and rowsum(o * do) less the LSE's gradient.
+    """
     chosen, lse = call.options, result.lse.contiguous()
     has_grad_lse = result.grad_lse is not None
     shape = (chosen.dtype, chosen.v_head_dim, chosen.wide_offsets, has_grad_lse)
     kernel = _small(call, DELTA, shape, lambda t: delta_plan(chosen, t, has_grad_lse=has_grad_lse))
-    rows = Rows(torch.empty_like(lse), torch.empty_like(lse))
+    rows = torch.empty((*lse.shape, 2), dtype=torch.float32, device=call.device)
     grad_lse = lse if result.grad_lse is None else result.grad_lse.to(torch.float32)
     o = unit_stride(result.out.detach())
-    values: list[Any] = [o, call.grad_out, lse, grad_lse, rows.lse_2, rows.delta]
+    values: list[Any] = [o, call.grad_out, lse, grad_lse, rows]
     values += [*o.stride()[:3], *call.grad_out.stride()[:3], *grad_lse.stride()]
     batch, q_heads, q_len = lse.shape
     tiles = -(-q_len // kernel.block_m)
@@ -364,7 +360,7 @@ def row_values(call: Call, result: Result) -> Rows:
 # -- q, k and v --------------------------------------------------------------------------------
 
 
-def query_gradient(call: Call, rows: Rows, by_read: dict[int, Tensor]) -> Tensor:
+def query_gradient(call: Call, rows: Tensor, by_read: dict[int, Tensor]) -> Tensor:
     """dq; the gradients of what is read per query go to `by_read`."""
     q = call.inputs.q
     kernel, mine = ready(call, DQ), call.reads_in(DQ)
@@ -381,7 +377,7 @@ def query_gradient(call: Call, rows: Rows, by_read: dict[int, Tensor]) -> Tensor
     return dq
 
 
-def key_gradients(call: Call, rows: Rows, by_read: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
+def key_gradients(call: Call, rows: Tensor, by_read: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
     """dk and dv; the gradients of what is read per key go to `by_read`."""
     q, k, v = call.inputs.q, call.inputs.k, call.inputs.v
     kernel, mine = ready(call, DKDV), call.reads_in(DKDV)
@@ -409,14 +405,14 @@ def _line_sums(call: Call, number: int, length: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=call.device)
 
 
-def _values(call: Call, rows: Rows, made: Sequence[Tensor], sums: Tensor | None) -> list[Any]:
+def _values(call: Call, rows: Tensor, made: Sequence[Tensor], sums: Tensor | None) -> list[Any]:
     """The run-time arguments, in the order of `plan_triton_backward.arguments`."""
     inputs = call.inputs
     batch, q_heads, q_len, _ = inputs.q.shape
     q = unit_stride(inputs.q.detach())
     k, v = (unit_stride(x.detach()).expand(batch, -1, -1, -1) for x in (inputs.k, inputs.v))
     given = (q, k, v, call.grad_out)
-    values: list[Any] = [*given, rows.lse_2, rows.delta, *made]
+    values: list[Any] = [*given, rows, *made]
     if sums is not None and len(sums):
         values += [sums, sums.stride(0)]
     for x in (*given, *made):
@@ -455,7 +451,7 @@ def _query_lists(call: Call, chosen: Options, kernel: Ready) -> list[Any]:
 # -- captures ----------------------------------------------------------------------------------
 
 
-def sum_diagonals(call: Call, rows: Rows, by_read: dict[int, Tensor]) -> None:
+def sum_diagonals(call: Call, rows: Tensor, by_read: dict[int, Tensor]) -> None:
     """Gradients of what is read by i - j."""
     kernel, mine = ready(call, DIAGONALS), call.reads_in(DIAGONALS)
     block, q_len, kv_len = kernel.block_m, call.inputs.q.shape[2], call.inputs.k.shape[2]
@@ -472,7 +468,7 @@ def sum_diagonals(call: Call, rows: Rows, by_read: dict[int, Tensor]) -> None:
     by_read |= {n: settled(call, n, below[row].flatten(-2), line) for row, n in enumerate(mine)}
 
 
-def sum_pairs(call: Call, rows: Rows, by_read: dict[int, Tensor]) -> None:
+def sum_pairs(call: Call, rows: Tensor, by_read: dict[int, Tensor]) -> None:
     """Gradients of what each pair reads for itself, and of what is read anywhere."""
     batch, q_heads = call.heads
     for group in _groups_of(call.program, call.learned, call.options.offset_per_batch):
@@ -480,7 +476,7 @@ def sum_pairs(call: Call, rows: Rows, by_read: dict[int, Tensor]) -> None:
         made = [call.zeros(call.reads[n].capture) for n in group.reads]
         values = _values(call, rows, (), None)
         # The gradients stand where other kernels have the sums.
-        values[6:6] = made
+        values[5:5] = made
         tiles = -(-call.inputs.q.shape[2] // kernel.block_m)
         tiles *= -(-call.inputs.k.shape[2] // kernel.block_n)
         owners = (batch if group.owns_b else 1) * (q_heads if group.owns_h else 1)
@@ -520,19 +516,50 @@ def settled(call: Call, number: int, sums: Tensor, line: Line) -> Tensor:
     Sums of one element are added in the order of the line, whatever the device.
     """
     read = call.reads[number]
+    summed = []
+    if not _depends_on_batch(call, read.names):
+        summed.append(0)
+    if not read.names & {"h", "hk"}:
+        summed.append(1)
+    if not read.names & {"i", "j"}:
+        summed.append(2)
+        line = replace(line, length=1)
+    sums = sums.sum(summed, keepdim=True) if summed else sums
+    if _is_plain(call, read):
+        return _placed_plainly(call, read, sums)
     gradient = call.zeros(read.capture)
-    names = read.names
-    if not names & {"i", "j"}:
-        sums, line = sums.sum(-1, keepdim=True), Line(line.pattern, 1)
-    if not _depends_on_batch(call, names):
-        sums = sums.sum(0, keepdim=True)
-    if not names & {"h", "hk"}:
-        sums = sums.sum(1, keepdim=True)
-    if not read.indices:
-        return sums.reshape(())
     places, reached = _places(call, number, sums.shape, line)
     values = torch.where(reached, sums, 0.0)
-    gradient.view(-1).index_put_((places.view(-1),), values.reshape(-1), accumulate=True)
+    gradient.view(-1).index_put_((places.view(-1),), values.view(-1), accumulate=True)
+    return gradient
+
+
+# The axes of sums along a line.
+_AXIS = {"b": 0, "h": 1, "i": 2, "j": 2}
+
+
+def _is_plain(call: Call, read: Read) -> bool:
+    """Whether each axis of the table is an axis of the sums."""
+    names = [x.attr for x in read.indices if x.op is Op.INDEX and x.attr in _AXIS]
+    fixed = "i" not in names or not call.options.offset_per_batch
+    distinct = len(set(names)) == len(names) == len(read.indices)
+    return distinct and fixed and not call.learned_with(read.capture)[0].repeated
+
+
+def _placed_plainly(call: Call, read: Read, sums: Tensor) -> Tensor:
+    """The sums in the order of the table's axes; what lies outside the table is left out."""
+    gradient = call.zeros(read.capture)
+    axes = [_AXIS[x.attr] for x in read.indices]
+    rest = [axis for axis in range(3) if axis not in axes]
+    source = sums.permute(*axes, *rest)
+    # What is left was summed, and has length 1.
+    source, target = source.reshape(source.shape[: len(axes)]), gradient
+    for axis, x in enumerate(read.indices):
+        length = target.shape[axis]
+        first = min(length, call.inputs.q_offset) if x.attr == "i" else 0
+        count = min(length - first, source.shape[axis])
+        target, source = target.narrow(axis, first, count), source.narrow(axis, 0, count)
+    target.copy_(source)
     return gradient
 
 

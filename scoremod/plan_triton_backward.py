@@ -478,7 +478,7 @@ class DeltaPlan:
     def arguments(self) -> tuple[Argument, ...]:
         offset = "i64" if self.options.wide_offsets else "i32"
         found = [Argument(name, POINTER_TYPE[self.options.dtype]) for name in ("o", "do")]
-        found += [Argument(n, "*fp32") for n in ("lse", "grad_lse", "lse_2", "delta")]
+        found += [Argument(n, "*fp32") for n in ("lse", "grad_lse", "row_values")]
         found += _strides(("o", "do", "grad_lse"), offset)
         return (*found, Argument("q_len", "i32"), Argument("q_heads", "i32"))
 
@@ -603,7 +603,7 @@ def arguments(
     given = ("q", "k", "v", "do")
     made = {DKDV: ("dk", "dv"), DQ: ("dq",)}.get(kernel, ())
     found = [Argument(name, tensor) for name in given]
-    found += [Argument("lse_2", "*fp32"), Argument("delta", "*fp32")]
+    found.append(Argument("row_values", "*fp32"))
     found += [Argument(name, tensor) for name in made]
     if sums and kernel == PAIRS:
         found += [Argument(s.gradient, "*fp32") for s in sums]

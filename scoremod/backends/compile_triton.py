@@ -202,7 +202,7 @@ def _source(
 
 def _divisors(types: Mapping[str, str]) -> dict[str, int]:
     """What `aligned` promises: pointers count bytes, strides count elements."""
-    found = {}
+    found = {"row_values": 16} if "row_values" in types else {}
     for name, kind in types.items():
         tensor = re.fullmatch(r"(d?[qkvo])(_stride_\w+)?", name)
         if tensor and kind.startswith("*"):
