@@ -128,9 +128,12 @@ def _nothing(call: Call, wanted: Wanted) -> Gradients:
     """The gradients of a call without pairs."""
     q, k, v = call.inputs.q, call.inputs.k, call.inputs.v
     asked = ((q, wanted.q), (k, wanted.k), (v, wanted.v))
+    dq, dk, dv = (torch.zeros_like(x) if wants else None for x, wants in asked)
     return Gradients(
-        *(torch.zeros_like(x) if wants else None for x, wants in asked),
-        captures={name: _as_given(call, name, call.zeros(name)) for name in wanted.captures},
+        dq,
+        dk,
+        dv,
+        {name: _as_given(call, name, call.zeros(name)) for name in wanted.captures},
     )
 
 
@@ -269,7 +272,7 @@ def compile_backward(
     group: Group | None = None,
 ) -> Kernel:
     """Compile a kernel, with a smaller tile where the score needs more memory."""
-    for tile in tiles_of(kernel, chosen, target):
+    for tile in tiles_of(kernel, program, chosen, target):
         plan = backward_plan(kernel, program, chosen, learned, target, tile, group)
         compiled = compile_plan(plan)
         if compiled.shared <= target.shared:
@@ -320,7 +323,7 @@ def _small(
             made.arguments,
             made.constants,
             target,
-            num_warps=4,
+            num_warps=8 if entry == LIST_QUERIES else 4,
             num_stages=1,
             aligned=False,
             even=False,
@@ -458,9 +461,7 @@ def sum_diagonals(call: Call, rows: Tensor, by_read: dict[int, Tensor]) -> None:
     q_tiles, kv_tiles = -(-q_len // block), -(-kv_len // block)
     shape = (len(mine), *call.heads, q_tiles + kv_tiles, 2, block)
     sums = torch.empty(shape, dtype=torch.float32, device=call.device)
-    kernel.run(
-        (q_tiles + kv_tiles) * call.heads[0] * call.heads[1], _values(call, rows, (), sums)
-    )
+    kernel.run((q_tiles + kv_tiles) * call.heads[0] * call.heads[1], _values(call, rows, (), sums))
     # A tile's upper half lies on the diagonals of the lower half of the tiles before.
     below, above = sums.unbind(-2)
     below[..., :-1, :] += above[..., 1:, :]
@@ -556,7 +557,8 @@ def _placed_plainly(call: Call, read: Read, sums: Tensor) -> Tensor:
     source, target = source.reshape(source.shape[: len(axes)]), gradient
     for axis, x in enumerate(read.indices):
         length = target.shape[axis]
-        first = min(length, call.inputs.q_offset) if x.attr == "i" else 0
+        offset = call.inputs.q_offset if x.attr == "i" else 0
+        first = min(length, int(offset))
         count = min(length - first, source.shape[axis])
         target, source = target.narrow(axis, first, count), source.narrow(axis, 0, count)
     target.copy_(source)
@@ -568,9 +570,7 @@ def _depends_on_batch(call: Call, names: frozenset[str]) -> bool:
     return "b" in names or ("i" in names and call.options.offset_per_batch)
 
 
-def _places(
-    call: Call, number: int, shape: torch.Size, line: Line
-) -> tuple[Tensor, Tensor]:
+def _places(call: Call, number: int, shape: torch.Size, line: Line) -> tuple[Tensor, Tensor]:
     """Where in a contiguous gradient each sum belongs, and whether it belongs anywhere."""
     program, chosen = call.program, call.options
     batch, heads, length = shape

@@ -155,17 +155,22 @@ def choose_tiles(
 
 # -- the backward ------------------------------------------------------------------------------
 
-# (largest head dim, tile) of each kernel, for 16-bit inputs and for fp32 inputs.
+# (largest head dim, tile) of each kernel, for 16-bit inputs and for fp32 inputs. Times are ms on an
+# H200, bf16, 2x16x8192x128 and 2x32x8192x64, 2026-11-29 (benchmarks/NOTES.md).
 _BACKWARD_16: dict[str, tuple[tuple[int, Tile], ...]] = {
     "attention_bwd_dkdv": (
-        (64, Tile(64, 128, 8, 3)),
-        (128, Tile(64, 128, 8, 2)),
+        # No mask 4.25, soft cap 2.66; 2 stages: 4.63, 2.81; 64x128, 8 warps: 6.50, 3.77.
+        (64, Tile(64, 64, 4, 3)),
+        # No mask 3.91, ALiBi 2.14; 32x64, 3 stages: 4.40, 2.38; 64x128, 8 warps, 3 stages: 4.03.
+        (128, Tile(64, 64, 4, 2)),
         (256, Tile(32, 64, 8, 1)),
         (512, Tile(16, 32, 8, 1)),
     ),
     "attention_bwd_dq": (
-        (64, Tile(128, 64, 8, 3)),
-        (128, Tile(128, 64, 8, 2)),
+        # No mask 2.65, ALiBi 1.58; 2 stages: 2.76, 1.64; 128x64, 8 warps, 2 stages: 2.65.
+        (64, Tile(64, 64, 4, 3)),
+        # No mask 2.59, soft cap 1.51; 3 stages: 3.22, 1.84; 128x64, 8 warps, 3 stages: 2.61, 1.61.
+        (128, Tile(64, 64, 4, 2)),
         (256, Tile(64, 32, 8, 1)),
         (512, Tile(32, 16, 8, 1)),
     ),
@@ -173,6 +178,8 @@ _BACKWARD_16: dict[str, tuple[tuple[int, Tile], ...]] = {
     "attention_bwd_diagonals": ((128, Tile(64, 64, 4, 2)), (512, Tile(32, 32, 4, 1))),
     "attention_bwd_pairs": ((128, Tile(64, 64, 4, 1)), (512, Tile(32, 32, 4, 1))),
 }
+# dk and dv at head dim 128 where the score takes many registers: soft cap 2.44; 64x64: 3.29.
+_HEAVY_128 = Tile(32, 64, 4, 3)
 _BACKWARD_32: dict[str, tuple[tuple[int, Tile], ...]] = {
     "attention_bwd_dkdv": ((64, Tile(32, 64, 8, 1)), (512, Tile(16, 32, 8, 1))),
     "attention_bwd_dq": ((64, Tile(64, 32, 8, 1)), (512, Tile(32, 16, 8, 1))),
@@ -182,13 +189,24 @@ _BACKWARD_32: dict[str, tuple[tuple[int, Tile], ...]] = {
 
 
 def backward_tiles(
-    kernel: str, head_dim: int, v_head_dim: int, element_bytes: int, target: Target
+    kernel: str,
+    head_dim: int,
+    v_head_dim: int,
+    element_bytes: int,
+    target: Target,
+    *,
+    heavy: bool = False,
 ) -> tuple[Tile, ...]:
-    """The tiles of a kernel of the backward that fit the target's shared memory, the best first."""
+    """The tiles of a kernel of the backward that fit the target's shared memory, the best first.
+
+    `heavy` is for scores that take many registers.
+    """
     table = (_BACKWARD_16 if element_bytes == 2 else _BACKWARD_32)[kernel]
     widest = max(head_dim, v_head_dim)
     tile = next((t for limit, t in table if widest <= limit), table[-1][1])
-    square = tile.block_m == tile.block_n
+    if heavy and kernel == "attention_bwd_dkdv" and element_bytes == 2 and widest == 128:
+        tile = _HEAVY_128
+    square = kernel in ("attention_bwd_diagonals", "attention_bwd_pairs")
     tiles = tuple(
         t
         for t in (tile, *tile.smaller())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import DEVICE, NOOP, Shape, f16, f32, f64, identical, tensors
+from attention_cases import DEVICE, NOOP, Shape, f16, f32, identical, tensors
 from torch import Tensor
 
 from scoremod import Variant, attend_triton, parse, variants
@@ -75,9 +75,7 @@ def oracle(
     loss = loss + torch.where(lse.isinf(), 0.0, lse * dlse.double()).sum()
     found = torch.autograd.grad(loss, [*leaves, *captured.values()], allow_unused=True)
     given = [*leaves, *captured.values()]
-    return tuple(
-        torch.zeros_like(x) if g is None else g for x, g in zip(given, found, strict=True)
-    )
+    return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(given, found, strict=True))
 
 
 def everything(found: Gradients, learned: tuple[str, ...] = ()) -> list[Tensor]:
@@ -169,11 +167,9 @@ def test_the_gradients_of_q_k_and_v(name: str) -> None:
     compare(CASES[name])
 
 
-@pytest.mark.parametrize("q_len, kv_len", [(0, 5), (5, 0)])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (5, 0)])
 def test_no_queries_or_no_keys(q_len: int, kv_len: int) -> None:
-    case = Case(
-        variants.alibi, Shape(1, 2, 1, q_len, kv_len), slopes, learned=("slopes",)
-    )
+    case = Case(variants.alibi, Shape(1, 2, 1, q_len, kv_len), slopes, learned=("slopes",))
     compare(case)
 
 
@@ -333,9 +329,7 @@ def test_the_gradients_of_captures(name: str) -> None:
 
 def typed_of(case: Case, call: dict[str, Any]) -> Any:
     q, k, v = tensors(case.shape, case.dtype)
-    inputs = check_inputs(
-        q, k, v, scale=None, q_offset=0, kv_lens=None, precision="auto"
-    )
+    inputs = check_inputs(q, k, v, scale=None, q_offset=0, kv_lens=None, precision="auto")
     return case.variant._type(*case.variant._bind(call, inputs.sizes, q.device))
 
 
@@ -356,9 +350,7 @@ def test_only_what_is_wanted_is_given() -> None:
     program, bound = NOOP._bind({}, inputs.sizes, q.device)
     known = NOOP._type(program, bound)
     out, lse = attend_triton.attend(known, inputs, bound)
-    found = backward(
-        known, inputs, bound, Result(out, lse, out, None), Wanted(True, False, False)
-    )
+    found = backward(known, inputs, bound, Result(out, lse, out, None), Wanted(True, False, False))
     assert found.q is not None and found.k is None and found.v is None and not found.captures
 
 

@@ -101,8 +101,9 @@ def compile_kernel(
 ) -> Kernel:
     """Compile the jit function `entry` of `text`.
 
-    `aligned` promises that q, k, v, o, their gradients and strides are multiples of 16 bytes, `even` that
-    q_len and kv_len are multiples of 16 (which saves 87 of 255 registers at head dim 128).
+    `aligned` promises that q, k, v, o, their gradients and strides are multiples of 16 bytes,
+    `even` that q_len and kv_len are multiples of 16 (which saves 87 of 255 registers at head dim
+    128).
     """
     options = {
         **_OPTIONS,

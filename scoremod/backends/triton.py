@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..analysis.interval import Bounds
 from ..emit import Spell, Text, emit, wrap
@@ -27,17 +27,41 @@ from ..ir.expr import Expr, decides, postorder
 from ..ir.ops import Op, Type
 from ..ir.show import ATOM, BITAND, BITOR, BITXOR, COMPARE, PRODUCT, SUM, UNARY
 from ..plan import INDICES, DeviceFunction, Param
-from ..plan_triton import StructurePlan, TritonPlan, launch_bounds
+from ..plan_triton import Options, launch_bounds
+from ..target import Target
 from .base import Backend
 
 INT32 = (-(2**31), 2**31 - 1)
+
+
+class HasFunctions(Protocol):
+    """A plan with device functions."""
+
+    @property
+    def functions(self) -> tuple[DeviceFunction, ...]: ...
+
+
+class KernelPlan(HasFunctions, Protocol):
+    """What spelling the device functions of a plan looks at."""
+
+    @property
+    def target(self) -> Target: ...
+
+    @property
+    def options(self) -> Options: ...
+
+    @property
+    def params(self) -> tuple[Param, ...]: ...
+
+    @property
+    def exact(self) -> bool: ...
 
 
 @dataclass
 class Context:
     """What spelling one device function needs to know."""
 
-    plan: TritonPlan | StructurePlan
+    plan: KernelPlan
     bounds: Bounds
     strict: set[bytes] = field(default_factory=set)
     spelling: dict[Op, Spell] = field(default_factory=dict)
@@ -340,7 +364,7 @@ SPELLING: dict[Op, Rule] = {
 # -- device functions --------------------------------------------------------------------------
 
 
-def define(function: DeviceFunction, plan: TritonPlan | StructurePlan) -> str:
+def define(function: DeviceFunction, plan: KernelPlan) -> str:
     """The user's score, mask or key range as a jit function."""
     context = Context(plan, launch_bounds(plan.params, small=plan.options.small))
     context.strict = _strict(function.body)
@@ -351,7 +375,7 @@ def define(function: DeviceFunction, plan: TritonPlan | StructurePlan) -> str:
     return "\n".join(["@triton.jit", head, f'    """{function.doc}"""', *body])
 
 
-def fp_fusion(plan: TritonPlan | StructurePlan) -> bool:
+def fp_fusion(plan: HasFunctions) -> bool:
     """Whether products and sums may be fused: not where they decide which pairs attend."""
     return not any(_has_strict_products(function.body) for function in plan.functions)
 

@@ -20,7 +20,7 @@ from ..ir.ops import Op, Type
 from .derivative import d_dread, reads
 from .simplify import simplify
 
-I, J = index("i"), index("j")
+QUERY, KEY = index("i"), index("j")
 
 
 class Pattern(enum.Enum):
@@ -86,7 +86,7 @@ def _on_diagonals(e: Expr) -> bool:
     if not e.names & {"i", "j"}:
         return True
     terms = _terms(e)
-    if terms.pop(I, 0) + terms.pop(J, 0) == 0 and e not in terms:
+    if terms.pop(QUERY, 0) + terms.pop(KEY, 0) == 0 and e not in terms:
         return all(_on_diagonals(t) for t in terms)
     return bool(e.args) and all(_on_diagonals(a) for a in e.args)
 

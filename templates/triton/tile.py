@@ -264,6 +264,15 @@ def visible_tiles(lo, hi, exists, kv_end, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def sees_tile(lo, hi, exists, kv_end, tile, BLOCK_N: tl.constexpr):
+    """Whether rows of several q tiles, [tiles, BLOCK_M], may see the kv tile that each is given."""
+    alive = exists & (lo <= hi)
+    first = tl.min(tl.where(alive, lo, 2147483647), 1)
+    last = tl.minimum(tl.max(tl.where(alive, hi, -1), 1), kv_end - 1)
+    return (first <= last) & (first // BLOCK_N <= tile) & (tile <= last // BLOCK_N)
+
+
+@triton.jit
 def full_tiles(lo, hi, exists, kv_end, first, end, BLOCK_N: tl.constexpr):
     """Tiles that every row sees whole: (first, end), inside the visible ones."""
     full_lo = tl.max(tl.where(exists, lo, 0), 0)
