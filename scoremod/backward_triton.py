@@ -325,7 +325,7 @@ def _small(
             target,
             num_warps=8 if entry == LIST_QUERIES else 4,
             num_stages=1,
-            aligned=False,
+            aligned=entry == DELTA and call.options.aligned,
             even=False,
             fp_fusion=fp_fusion(made),
         )
@@ -347,7 +347,7 @@ def row_values(call: Call, result: Result) -> Tensor:
     """
     chosen, lse = call.options, result.lse.contiguous()
     has_grad_lse = result.grad_lse is not None
-    shape = (chosen.dtype, chosen.v_head_dim, chosen.wide_offsets, has_grad_lse)
+    shape = (chosen.dtype, chosen.v_head_dim, chosen.wide_offsets, chosen.aligned, has_grad_lse)
     kernel = _small(call, DELTA, shape, lambda t: delta_plan(chosen, t, has_grad_lse=has_grad_lse))
     rows = torch.empty((*lse.shape, 2), dtype=torch.float32, device=call.device)
     grad_lse = lse if result.grad_lse is None else result.grad_lse.to(torch.float32)

@@ -26,6 +26,7 @@ from ..ir.capture import Kind
 from ..ir.expr import Expr, decides, postorder
 from ..ir.ops import Op, Type
 from ..ir.show import ATOM, BITAND, BITOR, BITXOR, COMPARE, PRODUCT, SUM, UNARY
+from ..passes.patterns import Pattern, pattern
 from ..plan import INDICES, DeviceFunction, Param
 from ..plan_triton import Options, launch_bounds
 from ..target import Target
@@ -115,11 +116,20 @@ def _load(context: Context, node: Expr, args: Sequence[Text]) -> Text:
     name, places = node.attr, []
     for axis, (text, _) in enumerate(args):
         places.append(f"at({text}, {name}_size_{axis}, {name}_stride_{axis})")
+    if _is_near(context, node):
+        places.append("NEAR=True")
     text = f"load_{len(args)}({', '.join([name, *places])})"
     if node.type is Type.BOOL:
         return text, ATOM
     kind = "float32" if node.type is Type.FLOAT else f"int{context.bits(node)}"
     return f"{text}.to(tl.{kind})", ATOM
+
+
+def _is_near(context: Context, node: Expr) -> bool:
+    """Whether the pairs of a tile read few elements, float32: those of its diagonals."""
+    stored = {p.name: p.element for p in context.plan.params}
+    on_gpu = context.plan.target.kind == "cuda"
+    return on_gpu and stored[node.attr] == "f32" and pattern(node.args) is Pattern.DIAGONAL
 
 
 # -- ints --------------------------------------------------------------------------------------
