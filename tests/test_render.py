@@ -24,6 +24,7 @@ from scoremod.plan_triton import (
     structure_plan,
     triton_plan,
 )
+from scoremod.plan_triton_backward import BackwardPlan, DeltaPlan, PlacesPlan
 from scoremod.render import render
 from scoremod.resources import path
 from scoremod.target import INTERPRETER, parse_target
@@ -64,6 +65,13 @@ def test_a_template_only_writes_a_plan_down(template: Path) -> None:
 PLANS: dict[str, type[Any]] = {
     "cpu/attention_fwd.py": CpuPlan,
     "triton/attention_fwd.py": TritonPlan,
+    "triton/attention_bwd_delta.py": DeltaPlan,
+    "triton/attention_bwd_diagonals.py": BackwardPlan,
+    "triton/attention_bwd_dkdv.py": BackwardPlan,
+    "triton/attention_bwd_dq.py": BackwardPlan,
+    "triton/attention_bwd_pairs.py": BackwardPlan,
+    "triton/capture_places.py": PlacesPlan,
+    "triton/list_query_tiles.py": StructurePlan,
     "triton/tile_structure.py": StructurePlan,
 }
 
