@@ -50,8 +50,8 @@ def options(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Options
         v_head_dim=v.shape[3],
         precision=precision,
         small=_is_small(inputs, bound),
-        wide_offsets=any(_reach(x) > INT32_MAX for x in tensors),
-        aligned=all(_is_aligned(x, ELEMENT_BYTES[dtype]) for x in (q, k, v))
+        wide_offsets=any(reach(x) > INT32_MAX for x in tensors),
+        aligned=all(is_aligned(x, ELEMENT_BYTES[dtype]) for x in (q, k, v))
         and v.shape[3] * ELEMENT_BYTES[dtype] % 16 == 0,  # the output's rows too
         short=q.shape[2] <= SHORT,
         # A structure brings kernels of its own; a sweep of lengths is to compile two at most.
@@ -75,12 +75,12 @@ def _is_small(inputs: Inputs, bound: tuple[Bound, ...]) -> bool:
     return max(q_end, inputs.k.shape[2]) <= SMALL and all(abs(x) <= SMALL for x in scalars)
 
 
-def _reach(x: torch.Tensor) -> int:
+def reach(x: torch.Tensor) -> int:
     """The largest element offset; expanded dimensions do not move."""
     return sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True) if s)
 
 
-def _is_aligned(x: torch.Tensor, element_bytes: int) -> bool:
+def is_aligned(x: torch.Tensor, element_bytes: int) -> bool:
     """Whether rows begin at multiples of 16 bytes, so that loads are wide."""
     return x.data_ptr() % 16 == 0 and all(s * element_bytes % 16 == 0 for s in x.stride()[:3])
 
@@ -217,9 +217,9 @@ def arguments(
     for x in (q, k, v, out):
         values += x.stride()[:3]
     values += [q.shape[2], k.shape[2], q.shape[1], inputs.gqa_group]
-    values.append(_in_float32(inputs.scale))
+    values.append(in_float32(inputs.scale))
     return values + shared_values(inputs.q_offset, inputs.kv_lens, bound)
 
 
-def _in_float32(value: float | torch.Tensor) -> Any:
+def in_float32(value: float | torch.Tensor) -> Any:
     return value.to(torch.float32) if isinstance(value, torch.Tensor) else value

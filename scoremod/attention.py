@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import attend_cpu, attend_triton, backward_cpu
+from . import attend_cpu, attend_triton, backward_cpu, backward_triton
 from .binding import Bound
 from .errors import BackendUnavailable
 from .gradients import Gradients, Result, Wanted
@@ -16,7 +16,7 @@ from .plan import Typed
 
 BACKENDS = ("triton", "cpu", "eager")
 RUN = {"cpu": attend_cpu.attend, "triton": attend_triton.attend}
-RUN_BACKWARD = {"cpu": backward_cpu.backward}
+RUN_BACKWARD = {"cpu": backward_cpu.backward, "triton": backward_triton.backward}
 
 
 def attend(

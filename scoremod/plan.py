@@ -81,6 +81,11 @@ class Typed:
         return all(piece.is_pure for piece in solve(self.given_mask, "j"))
 
     @functools.cached_property
+    def query_half_lines(self) -> bool:
+        """The same of ranges of queries, for a walk over the queries of a key."""
+        return all(piece.is_pure for piece in solve(self.given_mask, "i"))
+
+    @functools.cached_property
     def canonical(self) -> tuple[object, ...]:
         """What decides the kernel: equal for programs that differ in names or formatting only."""
         names = {p.name: f"c{k}" for k, p in enumerate(self.params)}
@@ -124,7 +129,11 @@ def typed(program: Program, params: tuple[Param, ...], text: tuple[str, ...] = (
 # -- names in kernels --------------------------------------------------------------------------
 
 # Names that a kernel derives: of a table's sizes, of the user's functions, of shared values.
-_DERIVED = re.compile(r".*_(size|stride)_\d+|.*_(score|mask|slope|grad|keys_\d+|slope_\d+)|t\d+")
+_DERIVED = re.compile(
+    r".*_(size|stride|keys|queries|place|slope)_\d+|.*_(score|dscore|mask|tile|slope|grad)|t\d+"
+    r"|(slope|sum|grad)_\d+|(lo|hi|(full_)?(first|end)|(partial|full)_(shift|count))_\d+"
+    r"|[ij]\d*_(lo|hi)|.*_[ij]\d+"
+)
 
 
 @functools.cache

@@ -164,8 +164,8 @@ class Segment:
 
     kind: str  # a key of TITLES
     stretches: tuple[Stretch, ...]
-    load_k: LoadMask
-    load_v: LoadMask
+    load_d: LoadMask  # of tiles as wide as q and k
+    load_dv: LoadMask  # of tiles as wide as v
     stored: bool = False
 
     @property
@@ -248,11 +248,11 @@ class TritonPlan:
     @property
     def exchanges(self) -> tuple[Pair, ...]:
         """A sorting network for the runs."""
-        return tuple(Pair(self.runs[a], self.runs[b]) for a, b in _NETWORKS[len(self.runs)])
+        return sorting_pairs(self.runs)
 
     @property
     def neighbours(self) -> tuple[Pair, ...]:
-        return tuple(Pair(a, b) for a, b in itertools.pairwise(self.runs))
+        return neighbours_of(self.runs)
 
     @property
     def places_ahead(self) -> bool:
@@ -333,16 +333,7 @@ def triton_plan(
         score=score,
         mask=mask,
         runs=runs,
-        kv_segments=tuple(
-            Segment(
-                kind,
-                stretches,
-                LoadMask(kind != "full", pad_d),
-                LoadMask(kind != "full", pad_dv),
-                options.stored,
-            )
-            for kind, stretches in segments_of(mask, pieces, runs, options)
-        ),
+        kv_segments=segments_of(mask, pieces, runs, options, (pad_d, pad_dv)),
         params=program.params,
         arguments=arguments(program.params, options),
         scalars_in_memory=scalars_in_memory(program.params),
@@ -380,9 +371,29 @@ def runs_of(program: Typed, pieces: tuple[Piece, ...]) -> tuple[Run, ...]:
 
 
 def segments_of(
+    mask: DeviceFunction | None,
+    pieces: tuple[Piece, ...],
+    runs: tuple[Run, ...],
+    options: Options,
+    padded: tuple[bool, bool],
+) -> tuple[Segment, ...]:
+    """The loops of a kernel; `padded` says it of the head dims of q and k, and of v."""
+    return tuple(
+        Segment(
+            kind,
+            stretches,
+            LoadMask(kind != "full", padded[0]),
+            LoadMask(kind != "full", padded[1]),
+            options.stored,
+        )
+        for kind, stretches in _stretches(mask, pieces, runs, options)
+    )
+
+
+def _stretches(
     mask: DeviceFunction | None, pieces: tuple[Piece, ...], runs: tuple[Run, ...], options: Options
 ) -> tuple[tuple[str, tuple[Stretch, ...]], ...]:
-    """The loops of the kernel, by kind of tile, and the stretches that each visits."""
+    """The loops by kind of tile, and what each visits."""
     if options.stored:
         stored = range(STORED_RUNS)
         partial, full = (tuple(Stretch(kind, k) for k in stored) for kind in ("partial", "full"))
@@ -461,6 +472,18 @@ _NETWORKS: dict[int, tuple[tuple[int, int], ...]] = {
     3: ((0, 1), (1, 2), (0, 1)),
     4: ((0, 1), (2, 3), (0, 2), (1, 3), (1, 2)),
 }
+
+
+def sorting_pairs(runs: tuple[Run, ...]) -> tuple[Pair, ...]:
+    """A sorting network for runs."""
+    return tuple(Pair(runs[a], runs[b]) for a, b in _NETWORKS[len(runs)])
+
+
+def neighbours_of(runs: tuple[Run, ...]) -> tuple[Pair, ...]:
+    """Each run with the next one."""
+    return tuple(Pair(a, b) for a, b in itertools.pairwise(runs))
+
+
 # Bits besides the sign of ints in memory; unsigned bytes lie inside 8.
 _STORAGE_BITS = {"i8": 7, "u8": 8, "i16": 15, "i32": 31}
 

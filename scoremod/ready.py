@@ -31,11 +31,11 @@ class Ready:
 
     @property
     def block_m(self) -> int:
-        return self.constants["BLOCK_M"]
+        return self.constants.get("BLOCK_M", 0)
 
     @property
     def block_n(self) -> int:
-        return self.constants["BLOCK_N"]
+        return self.constants.get("BLOCK_N", 0)
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,16 @@ class Tile:
         p = self.block_m * self.block_n
         return (q + kv + p) * element_bytes
 
+    def backward_shared(
+        self, kernel: str, head_dim: int, v_head_dim: int, element_bytes: int
+    ) -> int:
+        """The same for a backward: a fixed tile of two tensors, stages of two, and p or ds."""
+        widths = head_dim + v_head_dim
+        fixed = self.block_n if kernel == "attention_bwd_dkdv" else self.block_m
+        moving = self.block_m if kernel == "attention_bwd_dkdv" else self.block_n
+        pairs = self.block_m * self.block_n
+        return (widths * (fixed + self.num_stages * moving) + pairs) * element_bytes
+
     def smaller(self) -> Iterator[Tile]:
         """Ever smaller tiles, fewer stages first."""
         tile = self
@@ -145,5 +155,73 @@ def choose_tiles(
         raise BackendUnavailable(
             f"no tile of head dims {head_dim} and {v_head_dim} fits the {target.shared // KB} KB "
             f"of shared memory of {target}"
+        )
+    return tiles
+
+
+# -- the backward ------------------------------------------------------------------------------
+
+# (largest head dim, tile) of each kernel, for 16-bit inputs and for fp32 inputs. Times are ms on an
+# H200, bf16, 2x16x8192x128 and 2x32x8192x64, 2026-11-29 (benchmarks/NOTES.md).
+_BACKWARD_16: dict[str, tuple[tuple[int, Tile], ...]] = {
+    "attention_bwd_dkdv": (
+        # No mask 4.25, soft cap 2.66; 2 stages: 4.63, 2.81; 64x128, 8 warps: 6.50, 3.77.
+        (64, Tile(64, 64, 4, 3)),
+        # No mask 3.91, ALiBi 2.14; 32x64, 3 stages: 4.40, 2.38; 64x128, 8 warps, 3 stages: 4.03.
+        (128, Tile(64, 64, 4, 2)),
+        (256, Tile(32, 64, 8, 1)),
+        (512, Tile(16, 32, 8, 1)),
+    ),
+    "attention_bwd_dq": (
+        # No mask 2.65, ALiBi 1.58; 2 stages: 2.76, 1.64; 128x64, 8 warps, 2 stages: 2.65.
+        (64, Tile(64, 64, 4, 3)),
+        # No mask 2.59, soft cap 1.51; 3 stages: 3.22, 1.84; 128x64, 8 warps, 3 stages: 2.61, 1.61.
+        (128, Tile(64, 64, 4, 2)),
+        (256, Tile(64, 32, 8, 1)),
+        (512, Tile(32, 16, 8, 1)),
+    ),
+    # Square, as diagonals need them.
+    "attention_bwd_diagonals": ((128, Tile(64, 64, 4, 2)), (512, Tile(32, 32, 4, 1))),
+    "attention_bwd_pairs": ((128, Tile(64, 64, 4, 1)), (512, Tile(32, 32, 4, 1))),
+}
+# dk and dv at head dim 128 where the score takes many registers: soft cap 2.44; 64x64: 3.29.
+_HEAVY_128 = Tile(32, 64, 4, 3)
+_BACKWARD_32: dict[str, tuple[tuple[int, Tile], ...]] = {
+    "attention_bwd_dkdv": ((64, Tile(32, 64, 8, 1)), (512, Tile(16, 32, 8, 1))),
+    "attention_bwd_dq": ((64, Tile(64, 32, 8, 1)), (512, Tile(32, 16, 8, 1))),
+    "attention_bwd_diagonals": ((512, Tile(32, 32, 8, 1)),),
+    "attention_bwd_pairs": ((512, Tile(32, 32, 8, 1)),),
+}
+
+
+def backward_tiles(
+    kernel: str,
+    head_dim: int,
+    v_head_dim: int,
+    element_bytes: int,
+    target: Target,
+    *,
+    heavy: bool = False,
+) -> tuple[Tile, ...]:
+    """The tiles of a kernel of the backward that fit the target's shared memory, the best first.
+
+    `heavy` is for scores that take many registers.
+    """
+    table = (_BACKWARD_16 if element_bytes == 2 else _BACKWARD_32)[kernel]
+    widest = max(head_dim, v_head_dim)
+    tile = next((t for limit, t in table if widest <= limit), table[-1][1])
+    if heavy and kernel == "attention_bwd_dkdv" and element_bytes == 2 and widest == 128:
+        tile = _HEAVY_128
+    square = kernel in ("attention_bwd_diagonals", "attention_bwd_pairs")
+    tiles = tuple(
+        t
+        for t in (tile, *tile.smaller())
+        if (not square or t.block_m == t.block_n)
+        and t.backward_shared(kernel, head_dim, v_head_dim, element_bytes) <= target.shared
+    )
+    if not tiles:
+        raise BackendUnavailable(
+            f"no tile of `{kernel}` for head dims {head_dim} and {v_head_dim} fits the "
+            f"{target.shared // KB} KB of shared memory of {target}"
         )
     return tiles

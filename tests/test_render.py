@@ -28,6 +28,7 @@ from scoremod.plan import (
 )
 from scoremod.plan_structure import StructurePlan, structure_plan
 from scoremod.plan_triton import Options, TritonPlan, triton_plan
+from scoremod.plan_triton_backward import BackwardPlan, DeltaPlan, PlacesPlan
 from scoremod.render import render
 from scoremod.resources import path
 from scoremod.target import INTERPRETER, parse_target
@@ -69,6 +70,12 @@ PLANS: dict[str, type[Any]] = {
     "cpu/attention_bwd.py": CpuBackwardPlan,
     "cpu/attention_fwd.py": CpuPlan,
     "triton/attention_fwd.py": TritonPlan,
+    "triton/attention_bwd_delta.py": DeltaPlan,
+    "triton/attention_bwd_diagonals.py": BackwardPlan,
+    "triton/attention_bwd_dkdv.py": BackwardPlan,
+    "triton/attention_bwd_dq.py": BackwardPlan,
+    "triton/attention_bwd_pairs.py": BackwardPlan,
+    "triton/capture_places.py": PlacesPlan,
     "triton/tile_structure.py": StructurePlan,
 }
 

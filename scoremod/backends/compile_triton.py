@@ -101,8 +101,9 @@ def compile_kernel(
 ) -> Kernel:
     """Compile the jit function `entry` of `text`.
 
-    `aligned` promises that q, k, v and o and their strides are multiples of 16 bytes, `even` that
-    q_len and kv_len are multiples of 16 (which saves 87 of 255 registers at head dim 128).
+    `aligned` promises that q, k, v, o, their gradients and strides are multiples of 16 bytes,
+    `even` that q_len and kv_len are multiples of 16 (which saves 87 of 255 registers at head dim
+    128).
     """
     options = {
         **_OPTIONS,
@@ -202,9 +203,9 @@ def _source(
 
 def _divisors(types: Mapping[str, str]) -> dict[str, int]:
     """What `aligned` promises: pointers count bytes, strides count elements."""
-    found = {}
+    found = {"row_values": 16} if "row_values" in types else {}
     for name, kind in types.items():
-        tensor = re.fullmatch(r"([qkvo])(_stride_\w+)?", name)
+        tensor = re.fullmatch(r"(d?[qkvo])(_stride_\w+)?", name)
         if tensor and kind.startswith("*"):
             found[name] = 16
         elif tensor and tensor[2]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..analysis.interval import Bounds
 from ..emit import Spell, Text, emit, wrap
@@ -26,19 +26,43 @@ from ..ir.capture import Kind
 from ..ir.expr import Expr, decides, postorder
 from ..ir.ops import Op, Type
 from ..ir.show import ATOM, BITAND, BITOR, BITXOR, COMPARE, PRODUCT, SUM, UNARY
+from ..passes.patterns import Pattern, pattern
 from ..plan import INDICES, DeviceFunction, Param
-from ..plan_structure import StructurePlan
-from ..plan_triton import TritonPlan, launch_bounds
+from ..plan_triton import Options, launch_bounds
+from ..target import Target
 from .base import Backend
 
 INT32 = (-(2**31), 2**31 - 1)
+
+
+class HasFunctions(Protocol):
+    """A plan with device functions."""
+
+    @property
+    def functions(self) -> tuple[DeviceFunction, ...]: ...
+
+
+class KernelPlan(HasFunctions, Protocol):
+    """What spelling the device functions of a plan looks at."""
+
+    @property
+    def target(self) -> Target: ...
+
+    @property
+    def options(self) -> Options: ...
+
+    @property
+    def params(self) -> tuple[Param, ...]: ...
+
+    @property
+    def exact(self) -> bool: ...
 
 
 @dataclass
 class Context:
     """What spelling one device function needs to know."""
 
-    plan: TritonPlan | StructurePlan
+    plan: KernelPlan
     bounds: Bounds
     strict: set[bytes] = field(default_factory=set)
     spelling: dict[Op, Spell] = field(default_factory=dict)
@@ -92,11 +116,20 @@ def _load(context: Context, node: Expr, args: Sequence[Text]) -> Text:
     name, places = node.attr, []
     for axis, (text, _) in enumerate(args):
         places.append(f"at({text}, {name}_size_{axis}, {name}_stride_{axis})")
+    if _is_near(context, node):
+        places.append("NEAR=True")
     text = f"load_{len(args)}({', '.join([name, *places])})"
     if node.type is Type.BOOL:
         return text, ATOM
     kind = "float32" if node.type is Type.FLOAT else f"int{context.bits(node)}"
     return f"{text}.to(tl.{kind})", ATOM
+
+
+def _is_near(context: Context, node: Expr) -> bool:
+    """Whether the pairs of a tile read few elements, float32: those of its diagonals."""
+    stored = {p.name: p.element for p in context.plan.params}
+    on_gpu = context.plan.target.kind == "cuda"
+    return on_gpu and stored[node.attr] == "f32" and pattern(node.args) is Pattern.DIAGONAL
 
 
 # -- ints --------------------------------------------------------------------------------------
@@ -341,7 +374,7 @@ SPELLING: dict[Op, Rule] = {
 # -- device functions --------------------------------------------------------------------------
 
 
-def define(function: DeviceFunction, plan: TritonPlan | StructurePlan) -> str:
+def define(function: DeviceFunction, plan: KernelPlan) -> str:
     """The user's score, mask or key range as a jit function."""
     context = Context(plan, launch_bounds(function.params, small=plan.options.small))
     context.strict = _strict(function.body)
@@ -352,7 +385,7 @@ def define(function: DeviceFunction, plan: TritonPlan | StructurePlan) -> str:
     return "\n".join(["@triton.jit", head, f'    """{function.doc}"""', *body])
 
 
-def fp_fusion(plan: TritonPlan | StructurePlan) -> bool:
+def fp_fusion(plan: HasFunctions) -> bool:
     """Whether products and sums may be fused: not where they decide which pairs attend."""
     return not any(_has_strict_products(function.body) for function in plan.functions)
 

@@ -14,35 +14,54 @@ def at(index, size, stride):
 
 
 @triton.jit
-def load_1(table, a):
+def read(pointers, inside, NEAR: tl.constexpr):
+    """A read from memory; `NEAR` reads float32 that other pairs of the tile read as well.
+
+    Triton would prefetch those through shared memory, element by element, with 36 barriers a tile.
+    """
+    if NEAR:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.f32 $0, 0f00000000;"
+            " @p ld.global.f32 $0, [$1]; }",
+            "=f,l,r",
+            [pointers.to(tl.int64), inside.to(tl.int32)],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    return tl.load(pointers, mask=inside, other=0)
+
+
+@triton.jit
+def load_1(table, a, NEAR: tl.constexpr = False):
     """table[a]; 0 outside the table, which is then not touched."""
-    return tl.load(table + a[0], mask=a[1], other=0)
+    return read(table + a[0], a[1], NEAR)
 
 
 @triton.jit
-def load_2(table, a, b):
+def load_2(table, a, b, NEAR: tl.constexpr = False):
     """table[a, b]; 0 outside."""
-    return tl.load(table + (a[0] + b[0]), mask=a[1] & b[1], other=0)
+    return read(table + (a[0] + b[0]), a[1] & b[1], NEAR)
 
 
 @triton.jit
-def load_3(table, a, b, c):
+def load_3(table, a, b, c, NEAR: tl.constexpr = False):
     """table[a, b, c]; 0 outside."""
-    return tl.load(table + (a[0] + b[0] + c[0]), mask=a[1] & b[1] & c[1], other=0)
+    return read(table + (a[0] + b[0] + c[0]), a[1] & b[1] & c[1], NEAR)
 
 
 @triton.jit
-def load_4(table, a, b, c, d):
+def load_4(table, a, b, c, d, NEAR: tl.constexpr = False):
     """table[a, b, c, d]; 0 outside."""
     inside = a[1] & b[1] & c[1] & d[1]
-    return tl.load(table + (a[0] + b[0] + c[0] + d[0]), mask=inside, other=0)
+    return read(table + (a[0] + b[0] + c[0] + d[0]), inside, NEAR)
 
 
 @triton.jit
-def load_5(table, a, b, c, d, e):
+def load_5(table, a, b, c, d, e, NEAR: tl.constexpr = False):
     """table[a, b, c, d, e]; 0 outside."""
     inside = a[1] & b[1] & c[1] & d[1] & e[1]
-    return tl.load(table + (a[0] + b[0] + c[0] + d[0] + e[0]), mask=inside, other=0)
+    return read(table + (a[0] + b[0] + c[0] + d[0] + e[0]), inside, NEAR)
 
 
 # -- ints --------------------------------------------------------------------------------------
@@ -264,6 +283,15 @@ def visible_tiles(lo, hi, exists, kv_end, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def sees_tile(lo, hi, exists, kv_end, tile, BLOCK_N: tl.constexpr):
+    """Whether rows of several q tiles, [tiles, BLOCK_M], may see the kv tile that each is given."""
+    alive = exists & (lo <= hi)
+    first = tl.min(tl.where(alive, lo, 2147483647), 1)
+    last = tl.minimum(tl.max(tl.where(alive, hi, -1), 1), kv_end - 1)
+    return (first <= last) & (first // BLOCK_N <= tile) & (tile <= last // BLOCK_N)
+
+
+@triton.jit
 def full_tiles(lo, hi, exists, kv_end, first, end, BLOCK_N: tl.constexpr):
     """Tiles that every row sees whole: (first, end), inside the visible ones."""
     full_lo = tl.max(tl.where(exists, lo, 0), 0)
@@ -291,6 +319,16 @@ def in_order(a_key, b_key, a_start, a_end, b_start, b_end):
         tl.where(swap, a_start, b_start),
         tl.where(swap, a_end, b_end),
     )
+
+
+@triton.jit
+def local_queries(lo, hi, q_start, q_len):
+    """A range of logical positions as rows of q, the first row that exists being 0."""
+    lo = to_int64(lo) - q_start
+    hi = to_int64(hi) - q_start
+    lo = tl.minimum(tl.maximum(lo, 0), q_len)
+    hi = tl.minimum(tl.maximum(hi, -1), q_len - 1)
+    return lo.to(tl.int32), hi.to(tl.int32)
 
 
 @triton.jit
@@ -375,3 +413,24 @@ def online_softmax_scaled(m_i, l_i, acc, qk, scale):
     p = tl.exp2(tl.fma(qk, scale, -m_safe[:, None]))
     alpha = tl.exp2(m_i - m_safe)
     return m_new, l_i * alpha + tl.sum(p, 1), acc * alpha[:, None], p
+
+
+@triton.jit
+def chained(gradient, slope):
+    """gradient * slope, and 0 where nothing arrives: there the slope may be nan or infinite."""
+    return tl.where(gradient == 0.0, 0.0, gradient * slope)
+
+
+@triton.jit
+def along_diagonals(x, BLOCK: tl.constexpr):
+    """Sums of a square tile by row - column: for 0, 1, ..., and for -BLOCK, 1 - BLOCK, ...
+
+    Column u of the turned tile holds the columns (row - u) % BLOCK: it lies on the diagonal u
+    where u <= row, on u - BLOCK where not.
+    """
+    row = tl.arange(0, BLOCK)[:, None]
+    u = tl.arange(0, BLOCK)[None, :]
+    turned = tl.gather(x, (row - u + BLOCK) % BLOCK, 1)
+    below = tl.sum(tl.where(u <= row, turned, 0.0), 0)
+    above = tl.sum(tl.where(u <= row, 0.0, turned), 0)
+    return below, above
