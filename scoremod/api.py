@@ -27,7 +27,7 @@ from .origin import Both, Chained, Either, Leaf, Negated, Origin, Renamed, leave
 from .plan import Typed, assumed_params, assumptions, typed
 from .target import parse_target
 from .variant import Program, read
-from .warm import KindOfCall, Warm, kind_of, warm
+from .warm import WARM, KindOfCall, Warm, kind_of
 
 # Kinds of calls whose decisions are kept, per variant.
 MAX_WARM = 4096
@@ -99,17 +99,18 @@ class Variant:
             values = self._values(captures)
             if values is not None:
                 kind = kind_of(q, k, v, scale, q_offset, kv_lens, precision, values)
-                known = self._warm.get(kind)
-                if known is not None:
+                warmed = self._warm.get(kind)
+                if warmed is not None:
                     assert isinstance(q_offset, int)
-                    return known(q, k, v, q_offset, kv_lens, values, return_lse=return_lse)
+                    return warmed(q, k, v, q_offset, kv_lens, values, return_lse=return_lse)
         inputs = check_inputs(
             q, k, v, scale=scale, q_offset=q_offset, kv_lens=kv_lens, precision=precision
         )
         program, bound = self._bind(captures, inputs.sizes, inputs.q.device)
-        name, _ = attention.choose_backend(inputs, backend)
-        if name == "triton" and kind is not None:
-            self._remember(kind, program, inputs, bound)
+        known = self._type(program, bound)
+        name, _ = attention.choose_backend(known, inputs, backend)
+        if name in WARM and kind is not None:
+            self._remember(kind, WARM[name](known, inputs, bound))
         if name == "eager":
             out, lse = self._oracle(inputs, captures)
         else:
@@ -118,7 +119,7 @@ class Variant:
                     "gradients are not computed by the kernels yet",
                     hint="call under torch.no_grad(), or use .eager(...), which is differentiable",
                 )
-            out, lse = attention.attend(self._type(program, bound), inputs, bound, name)
+            out, lse = attention.attend(known, inputs, bound, name)
         return (out, lse) if return_lse else out
 
     def _values(self, captures: Mapping[str, Any]) -> list[Any] | None:
@@ -138,11 +139,8 @@ class Variant:
                 return None
         return values if given == len(captures) else None
 
-    def _remember(
-        self, kind: KindOfCall, program: Program, inputs: Inputs, bound: tuple[Bound, ...]
-    ) -> None:
+    def _remember(self, kind: KindOfCall, found: Warm | None) -> None:
         """Keep what later calls of this kind need; a sweep of shapes does not pile up."""
-        found = warm(self._type(program, bound), inputs, bound)
         if found is not None:
             if len(self._warm) >= MAX_WARM:
                 self._warm.clear()
@@ -352,7 +350,7 @@ class Variant:
             )
             program, bound = self._bind(values, inputs.sizes, inputs.q.device)
             known = self._type(program, bound)
-            name, why = attention.choose_backend(inputs, backend)
+            name, why = attention.choose_backend(known, inputs, backend)
             lines = explain.explain_program(program, tuple(x.param for x in bound))
             lines += explain.explain_call(known, inputs, bound, name, why)
             return "\n".join(lines)

@@ -355,7 +355,7 @@ def arguments(
     for x in (q, k, v, out):
         values += x.stride()[:3]
     values += [q.shape[2], k.shape[2], q.shape[1], inputs.gqa_group]
-    values.append(_in_float32(inputs.scale))
+    values.append(in_float32(inputs.scale))
     return values + shared_values(inputs, bound)
 
 
@@ -369,7 +369,7 @@ def shared_values(inputs: Inputs, bound: tuple[Bound, ...]) -> list[Any]:
     return values
 
 
-def _in_float32(value: float | torch.Tensor) -> Any:
+def in_float32(value: float | torch.Tensor) -> Any:
     return value.to(torch.float32) if isinstance(value, torch.Tensor) else value
 
 

@@ -7,14 +7,18 @@ from typing import Any
 
 import torch
 
-from . import attend_cpu, attend_triton
+from . import attend_cpu, attend_hopper, attend_triton
 from .binding import Bound
 from .errors import BackendUnavailable
 from .inputs import Inputs
 from .plan import Typed
 
-BACKENDS = ("triton", "cpu", "eager")
-RUN = {"cpu": attend_cpu.attend, "triton": attend_triton.attend}
+BACKENDS = ("hopper", "triton", "cpu", "eager")
+RUN = {
+    "cpu": attend_cpu.attend,
+    "triton": attend_triton.attend,
+    "hopper": attend_hopper.attend,
+}
 
 
 def attend(
@@ -29,7 +33,7 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
-def choose_backend(inputs: Inputs, asked: str | None) -> tuple[str, str]:
+def choose_backend(program: Typed, inputs: Inputs, asked: str | None) -> tuple[str, str]:
     """The backend of a call, and why."""
     if asked is not None and asked not in BACKENDS:
         raise BackendUnavailable(
@@ -41,6 +45,8 @@ def choose_backend(inputs: Inputs, asked: str | None) -> tuple[str, str]:
             "backend='triton' needs tensors on a GPU",
             hint="set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter",
         )
+    if asked == "hopper" and (reason := attend_hopper.unsupported(program, inputs)):
+        raise BackendUnavailable(f"backend='hopper' cannot run this call: {reason}")
     if asked == "triton" and inputs.q.dtype is torch.float64:
         raise BackendUnavailable("float64 runs on the backends cpu and eager only")
     if asked == "cpu" and on_gpu:
@@ -51,4 +57,7 @@ def choose_backend(inputs: Inputs, asked: str | None) -> tuple[str, str]:
         return "cpu", "the tensors are on the CPU"
     if inputs.q.dtype is torch.float64:
         return "eager", "float64 on a GPU"
-    return "triton", "the tensors are on a GPU"
+    reason = attend_hopper.unsupported(program, inputs)
+    if reason:
+        return "triton", f"the tensors are on a GPU, and the hopper backend is not for it: {reason}"
+    return "hopper", "the tensors are on a Hopper GPU"

@@ -27,9 +27,12 @@ from ..ir.expr import Expr, decides, postorder
 from ..ir.ops import Op, Type
 from ..ir.show import ATOM, BITAND, BITOR, BITXOR, COMPARE, PRODUCT, SUM, UNARY
 from ..plan import INDICES, DeviceFunction, Param
+from ..plan_hopper import HopperPlan
 from ..plan_triton import StructurePlan, TritonPlan, launch_bounds
 from .base import Backend
 
+# A plan whose device functions are spelled here.
+Plan = TritonPlan | StructurePlan | HopperPlan
 INT32 = (-(2**31), 2**31 - 1)
 
 
@@ -37,7 +40,7 @@ INT32 = (-(2**31), 2**31 - 1)
 class Context:
     """What spelling one device function needs to know."""
 
-    plan: TritonPlan | StructurePlan
+    plan: Plan
     bounds: Bounds
     strict: set[bytes] = field(default_factory=set)
     spelling: dict[Op, Spell] = field(default_factory=dict)
@@ -340,7 +343,7 @@ SPELLING: dict[Op, Rule] = {
 # -- device functions --------------------------------------------------------------------------
 
 
-def define(function: DeviceFunction, plan: TritonPlan | StructurePlan) -> str:
+def define(function: DeviceFunction, plan: Plan) -> str:
     """The user's score, mask or key range as a jit function."""
     context = Context(plan, launch_bounds(plan.params, small=plan.options.small))
     context.strict = _strict(function.body)
@@ -351,7 +354,7 @@ def define(function: DeviceFunction, plan: TritonPlan | StructurePlan) -> str:
     return "\n".join(["@triton.jit", head, f'    """{function.doc}"""', *body])
 
 
-def fp_fusion(plan: TritonPlan | StructurePlan) -> bool:
+def fp_fusion(plan: Plan) -> bool:
     """Whether products and sums may be fused: not where they decide which pairs attend."""
     return not any(_has_strict_products(function.body) for function in plan.functions)
 

@@ -1,0 +1,186 @@
+"""Run the Hopper backend: which calls it takes, the kernel for a call, its launch.
+
+Everything else is the portable backend's; `unsupported` says why, in words for `explain`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from . import attend_triton
+from .attend_triton import SHORT, in_float32, on_device, shared_values
+from .backends.compile_hopper import compile_plan
+from .backends.compile_triton import Kernel
+from .backends.hopper import HOPPER
+from .binding import ELEMENT_OF, Bound
+from .cache import CACHE, fingerprint, key
+from .errors import BackendUnavailable
+from .inputs import Inputs, empty_like_q
+from .launch import Launcher, current_stream
+from .launch import device as gpu
+from .plan import Typed
+from .plan_hopper import HopperPlan, configs_of, hopper_plan
+from .plan_triton import Options
+from .render import render
+from .target import Target
+
+ARCH = "90"
+# Head dims are padded to 64, 128 or 256: below, most of a tile would be padding.
+HEAD_DIMS = range(40, 257, 8)  # 8 elements of 16 bits are the 16 bytes that TMA counts in
+
+
+def unsupported(program: Typed, inputs: Inputs) -> str:
+    """Why the portable backend has to run a call; "" for no reason."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if q.device.type != "cuda":
+        return "the tensors are not on a GPU"
+    target = gpu(q.device.index)
+    if (target.kind, target.arch) != ("cuda", ARCH):
+        return f"the GPU is {target}, not cuda:{ARCH}"
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"its products are of 16-bit floats, not of {ELEMENT_OF[q.dtype]}"
+    if not {q.shape[3], v.shape[3]} <= set(HEAD_DIMS):
+        return f"head dims {q.shape[3]} and {v.shape[3]} are not multiples of 8 from 40 to 256"
+    if q.shape[2] <= SHORT:
+        return f"{q.shape[2]} queries would leave most of a tile idle"
+    if 0 in (*q.shape, *k.shape):
+        return "there is nothing to copy"
+    if inputs.kv_lens is not None:
+        return "kv_lens: TMA would copy keys beyond them"
+    if not program.one_range:
+        return "the mask is not one range of keys"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not _copyable(x):
+            return f"TMA cannot copy {name}: its strides are {x.stride()}"
+    return ""
+
+
+def _copyable(x: torch.Tensor) -> bool:
+    """Whether rows begin at multiples of 16 bytes and no two are the same memory."""
+    strides = (s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1)
+    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s and s % 8 == 0 for s in strides)
+
+
+def options(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Options:
+    """The kernel variant that serves a call: what portable kernels are specialised for, less."""
+    return of_options(attend_triton.options(program, inputs, bound))
+
+
+def of_options(chosen: Options) -> Options:
+    """Options of a portable kernel without what makes no difference here."""
+    return replace(chosen, aligned=True, even=False)
+
+
+# -- kernels -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A kernel that can be launched."""
+
+    launcher: Launcher
+    block_m: int
+
+
+# Kernels found so far, by what decides them and where they run.
+_READY: dict[tuple[object, ...], Ready] = {}
+
+
+def forward(program: Typed, chosen: Options, device: torch.device) -> Ready:
+    """The attention kernel for a device."""
+    found = _READY.get((program.canonical, chosen, device))
+    if found is None:
+        kernel = stored(program, chosen, gpu(device.index))
+        found = Ready(Launcher(kernel), dict(kernel.constants)["BLOCK_M"])
+        _READY[program.canonical, chosen, device] = found
+    return found
+
+
+def stored(program: Typed, chosen: Options, target: Target) -> Kernel:
+    """The kernel of a call, from the cache or compiled into it; needs no GPU."""
+    name = key(fingerprint(), ("hopper", program.canonical, chosen), target)
+    return CACHE.get_or_compile(name, lambda: compile_forward(program, chosen, target))
+
+
+def compile_forward(program: Typed, chosen: Options, target: Target) -> Kernel:
+    """Compile the first configuration that the assembler takes as it was meant."""
+    notes: list[str] = []
+    for config in configs_of(chosen):
+        plan = hopper_plan(program, chosen, target, config)
+        kernel, complaint = compile_plan(plan, source(plan))
+        if not complaint:
+            return replace(kernel, notes=(*notes, f"{config}: taken"))
+        notes.append(f"{config}: {complaint}")
+    raise BackendUnavailable(
+        f"no configuration of `{program.name}` suits {target}: {'; '.join(notes)}",
+        hint="backend='triton' runs it",
+    )
+
+
+def source(plan: HopperPlan) -> str:
+    """The kernel's text."""
+    return render("attention_fwd.py", plan, HOPPER)
+
+
+# -- the call ----------------------------------------------------------------------------------
+
+
+def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[Any, Any]:
+    """Attention on an sm_90 GPU: (out, lse)."""
+    reason = unsupported(program, inputs)
+    if reason:
+        raise BackendUnavailable(f"backend='hopper' cannot run this call: {reason}")
+    with on_device(inputs.q):
+        device = inputs.q.device
+        ready = forward(program, options(program, inputs, bound), device)
+        out = empty_like_q(inputs.q, inputs.v.shape[3])
+        lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device=device)
+        turns = turns_of(ready.block_m, inputs)
+        grid = programs(turns, device.index)
+        values = arguments(inputs, bound, out, lse, counter(turns, grid, device))
+        ready.launcher.launch((grid, 1, 1), current_stream(device.index), values)
+    return out, lse
+
+
+def turns_of(block_m: int, inputs: Inputs) -> int:
+    """How many q tiles there are, of all heads."""
+    batch, q_heads, q_len, _ = inputs.q.shape
+    return -(-q_len // block_m) * batch * q_heads
+
+
+def programs(turns: int, device: int) -> int:
+    """One program per multiprocessor; each takes its shared memory."""
+    return min(turns, multiprocessors(device))
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.multi_processor_count)
+
+
+def counter(turns: int, grid: int, device: torch.device) -> torch.Tensor:
+    """What programs draw their next turn from; unread where each has one turn."""
+    make = torch.zeros if turns > grid else torch.empty
+    return make(1, dtype=torch.int32, device=device)
+
+
+def arguments(
+    inputs: Inputs, bound: tuple[Bound, ...], out: torch.Tensor, lse: torch.Tensor, drawn: Any
+) -> list[Any]:
+    """The run-time arguments, in the order of the kernel's."""
+    values: list[Any] = []
+    for x in (inputs.q.detach(), inputs.k.detach(), inputs.v.detach(), out):
+        values += described(x)
+    values += [lse, drawn, in_float32(inputs.scale)]
+    return values + shared_values(inputs, bound)
+
+
+def described(x: torch.Tensor) -> Sequence[Any]:
+    """A tensor as the kernel takes it: its map, its shape and its strides."""
+    return (x, *x.shape, *x.stride())

@@ -1,0 +1,137 @@
+"""Shared steps of the Hopper kernels; a rendered kernel gets copies of those that it calls.
+
+What is elementwise, and how many tiles a mask leaves, comes from the portable backend's steps.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+# -- shared memory -----------------------------------------------------------------------------
+
+
+@gluon.jit
+def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """mbarriers that complete a phase after so many arrivals each."""
+    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for k in gl.static_range(NUMBER):
+        mbarrier.init(made.index(k), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
+def fetch(tensor, b, h, row, full, tile):
+    """Start the copy of a tile [1, 1, rows, head dim]; rows past the end come as zeros."""
+    mbarrier.expect(full, tensor.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensor, [b, h, row, 0], full, tile)
+
+
+# -- turns -------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def in_order_of_heads(turn, q_tiles):
+    """The (head, q tile) of a turn: all q tiles of a head, whose k and v then stay in L2."""
+    return turn // q_tiles, turn % q_tiles
+
+
+@gluon.jit
+def longest_first(turn, q_tiles, heads, TOGETHER: gl.constexpr):
+    """The (head, q tile) of a turn: the last q tiles, which see most keys, of a few heads first."""
+    group = turn // (TOGETHER * q_tiles)
+    rest = turn - group * (TOGETHER * q_tiles)
+    size = gl.minimum(heads - group * TOGETHER, TOGETHER)
+    return group * TOGETHER + rest % size, q_tiles - 1 - rest // size
+
+
+@gluon.jit
+def draw(counter, turn, turns, number, turn_smem, turn_full, turn_empty):
+    """The producer's next turn, which it passes on to the consumers."""
+    if gl.num_programs(0) < turns:
+        turn = gl.num_programs(0) + gl.atomic_add(counter, 1)
+        lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        mbarrier.wait(turn_empty.index(number & 1), ((number >> 1) & 1) ^ 1)
+        turn_smem.index(number & 1).store(gl.full([32], turn, gl.int32, lanes))
+        mbarrier.arrive(turn_full.index(number & 1), count=1)
+    else:
+        turn = turns
+    return turn
+
+
+@gluon.jit
+def drawn(turn, turns, number, turn_smem, turn_full, turn_empty):
+    """A consumer's next turn: what the producer drew."""
+    if gl.num_programs(0) < turns:
+        lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        mbarrier.wait(turn_full.index(number & 1), (number >> 1) & 1)
+        turn = gl.max(turn_smem.index(number & 1).load(lanes), 0)
+        mbarrier.arrive(turn_empty.index(number & 1), count=1)
+    else:
+        turn = turns
+    return turn
+
+
+# Consumers take turns to issue their products, so that one's softmax runs under the other's
+# products. Named barriers from 8 on are free; Triton numbers its own from 0.
+
+
+@gluon.jit
+def wait_for_products(WHO: gl.constexpr):
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.u32 $0, $1;", "=r,r", [8 + WHO], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def pass_products_on(WHO: gl.constexpr, CONSUMERS: gl.constexpr):
+    NEXT: gl.constexpr = 8 + (WHO + 1) % CONSUMERS
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 256; mov.u32 $0, $1;", "=r,r", [NEXT], gl.int32, is_pure=False, pack=1
+    )
+
+
+# -- kv tiles ----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def kv_tile(t, partial_count, first, full_first, full_end):
+    """The number of the t-th tile to visit: the partial ones, then the full ones."""
+    partial = gl.where(t < full_first - first, first + t, full_end + (t - (full_first - first)))
+    return gl.where(t < partial_count, partial, full_first + (t - partial_count))
+
+
+@gluon.jit
+def counted(first, end, full_first, full_end):
+    """How many tiles are partial, and how many there are: at least one, as loops expect it.
+
+    Where no pair attends, that one is tile `full_end`, all of it masked.
+    """
+    partial_count = (full_first - first) + (end - full_end)
+    partial_count = gl.where(first == end, 1, partial_count)
+    return partial_count, partial_count + (full_end - full_first)
+
+
+# -- softmax -----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def row_max(s, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The largest score of each row: pairs first, lanes last, which shortens the chain."""
+    lanes = gl.max(gl.max(s.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
+    return gl.max(lanes, 1)
+
+
+@gluon.jit
+def lane_sums(p, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Sums [ROWS, 4] of what each of a row's four lanes holds; they meet after the last tile."""
+    return gl.sum(gl.sum(p.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def softmax_tile(s, m_i, factor, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(p, new maximum, what earlier sums shrink by) of scores that are `s * factor` in base 2."""
+    m_new = gl.maximum(m_i, gl.convert_layout(row_max(s, ROWS, BLOCK_N), m_i.type.layout))
+    # A row may be fully masked so far: then m_new is -inf, and -inf - -inf would be nan.
+    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new) * factor
+    alpha = gl.exp2(m_i * factor - m_safe)
+    return gl.exp2(s * factor - m_safe[:, None]), m_new, alpha
