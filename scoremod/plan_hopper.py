@@ -29,6 +29,8 @@ from .target import Target
 WARPGROUP_ROWS = 64
 REGISTERS = {2: (240, 32), 3: (160, 32)}
 PRODUCER_WARPS = 1
+# Turns that the producer may draw before the consumers take them.
+TURNS_AHEAD = 2
 # Heads whose q tiles take turns where q tiles differ in length: their k and v stay in L2 together.
 # 8 is best of 2, 8 and 32 (causal, head dim 128, H200: 2 is 7 % slower, 32 is 13 %).
 HEADS_TOGETHER = 8
@@ -81,19 +83,83 @@ class Segment:
     """A loop over kv tiles after the first one."""
 
     title: str
+    # As the kernel says it:
     start: str
     end: str
+    tile: str  # the number of the t-th tile
     masked: bool
-    partial: str  # whether a tile is partial, as the kernel says it
+    partial: str  # whether a tile is partial
 
 
 _FULL = Segment(
-    "full tiles: every pair attends", "gl.maximum(partial_count, 1)", "count", False, "False"
+    title="full tiles: every pair attends",
+    start="gl.maximum(partial_count, 1)",
+    end="count",
+    tile="(full_first + (t - partial_count))",
+    masked=False,
+    partial="False",
 )
-_PARTIAL = Segment("partial tiles: masked pair by pair", "1", "partial_count", True, "True")
+_PARTIAL = Segment(
+    title="partial tiles: masked pair by pair",
+    start="1",
+    end="partial_count",
+    tile="partial_tile(t, first, full_first, full_end)",
+    masked=True,
+    partial="True",
+)
 _BOTH = Segment(
-    "partial tiles, masked pair by pair, then full ones", "1", "count", True, "t < partial_count"
+    title="partial tiles, masked pair by pair, then full ones",
+    start="1",
+    end="count",
+    tile="kv_tile(t, partial_count, first, full_first, full_end)",
+    masked=True,
+    partial="t < partial_count",
 )
+
+
+@dataclass(frozen=True)
+class Barriers:
+    """Where in one array the barriers of each kind begin."""
+
+    consumers: int
+    stages: int
+
+    @property
+    def q_full(self) -> int:
+        return 0
+
+    @property
+    def q_empty(self) -> int:
+        return self.consumers
+
+    @property
+    def k_full(self) -> int:
+        return self.q_empty + self.consumers
+
+    @property
+    def v_full(self) -> int:
+        return self.k_full + self.stages
+
+    @property
+    def turn_full(self) -> int:
+        return self.v_full + self.stages
+
+    @property
+    def k_empty(self) -> int:
+        """The first that all consumers arrive at."""
+        return self.turn_full + TURNS_AHEAD
+
+    @property
+    def v_empty(self) -> int:
+        return self.k_empty + self.stages
+
+    @property
+    def turn_empty(self) -> int:
+        return self.v_empty + self.stages
+
+    @property
+    def number(self) -> int:
+        return self.turn_empty + TURNS_AHEAD
 
 
 @dataclass(frozen=True)
@@ -159,6 +225,10 @@ class HopperPlan:
         if self.mask is None:
             return (_FULL,)
         return (_BOTH,) if self.config.one_loop else (_PARTIAL, _FULL)
+
+    @property
+    def barriers(self) -> Barriers:
+        return Barriers(self.config.consumers, self.config.stages)
 
     @property
     def heads_together(self) -> int:

@@ -16,7 +16,7 @@ from .compile_triton import (
     TensorMap,
     compiled_text,
     kernel_of,
-    product_loops,
+    softmax_loops,
 )
 from .triton import fp_fusion
 
@@ -55,8 +55,8 @@ def complaint(compiled: Compiled, plan: HopperPlan) -> str:
 
 def spills_in_loops(cubin: bytes) -> int:
     """The most loads and stores of spilled registers in a loop over kv tiles."""
-    loops = product_loops(cubin)
-    return max(sum(bool(_SPILL.search(line)) for line in loop) for loop in loops)
+    counts = [sum(bool(_SPILL.search(x)) for x in loop) for loop in softmax_loops(cubin)]
+    return max(counts, default=0)
 
 
 def constants(plan: HopperPlan) -> dict[str, int]:

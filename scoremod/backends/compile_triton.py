@@ -334,8 +334,8 @@ def _cubin_report(cubin: bytes) -> Report:
     return Report(int(usage[1]), int(usage[2]) + int(usage[3]))
 
 
-def product_loops(cubin: bytes) -> tuple[tuple[str, ...], ...]:
-    """The instructions of each innermost loop that holds products on wgmma."""
+def softmax_loops(cubin: bytes) -> tuple[tuple[str, ...], ...]:
+    """The instructions of each loop over kv tiles: products on wgmma, and exponentials."""
     from triton import knobs
 
     said = _run([knobs.nvidia.nvdisasm.path, "-c"], cubin, "cubin").splitlines()
@@ -344,14 +344,15 @@ def product_loops(cubin: bytes) -> tuple[tuple[str, ...], ...]:
     for end, line in enumerate(said):
         target = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", line)
         start = labels.get(target[1], end) if target else end
-        if start < end and any("HGMMA" in x for x in said[start:end]):
-            spans.append((start, end))
-    inner = [
-        (a, b)
-        for a, b in spans
-        if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in spans)
-    ]
-    return tuple(tuple(said[a : b + 1]) for a, b in inner)
+        body = "\n".join(said[start:end])
+        if "HGMMA" in body and "MUFU.EX2" in body:
+            spans.append((end - start, start, end))
+    # A branch back out of a block that stands elsewhere looks like a loop too, but a longer one.
+    kept: list[tuple[int, int]] = []
+    for _, start, end in sorted(spans):
+        if all(end < a or b < start for a, b in kept):
+            kept.append((start, end))
+    return tuple(tuple(said[a : b + 1]) for a, b in sorted(kept))
 
 
 def _amd_report(assembly: str) -> Report:

@@ -11,15 +11,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
 @gluon.jit
-def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
-    """mbarriers that complete a phase after so many arrivals each."""
-    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for k in gl.static_range(NUMBER):
-        mbarrier.init(made.index(k), count=ARRIVALS)
-    return made
-
-
-@gluon.jit
 def fetch(tensor, b, h, row, full, tile):
     """Start the copy of a tile [1, 1, rows, head dim]; rows past the end come as zeros."""
     mbarrier.expect(full, tensor.block_type.nbytes)
@@ -45,27 +36,27 @@ def longest_first(turn, q_tiles, heads, TOGETHER: gl.constexpr):
 
 
 @gluon.jit
-def draw(counter, turn, turns, number, turn_smem, turn_full, turn_empty):
+def draw(counter, turns, number, turn_smem, full, empty):
     """The producer's next turn, which it passes on to the consumers."""
     if gl.num_programs(0) < turns:
         turn = gl.num_programs(0) + gl.atomic_add(counter, 1)
         lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        mbarrier.wait(turn_empty.index(number & 1), ((number >> 1) & 1) ^ 1)
+        mbarrier.wait(empty, ((number >> 1) & 1) ^ 1)
         turn_smem.index(number & 1).store(gl.full([32], turn, gl.int32, lanes))
-        mbarrier.arrive(turn_full.index(number & 1), count=1)
+        mbarrier.arrive(full, count=1)
     else:
         turn = turns
     return turn
 
 
 @gluon.jit
-def drawn(turn, turns, number, turn_smem, turn_full, turn_empty):
+def drawn(turns, number, turn_smem, full, empty):
     """A consumer's next turn: what the producer drew."""
     if gl.num_programs(0) < turns:
         lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        mbarrier.wait(turn_full.index(number & 1), (number >> 1) & 1)
+        mbarrier.wait(full, (number >> 1) & 1)
         turn = gl.max(turn_smem.index(number & 1).load(lanes), 0)
-        mbarrier.arrive(turn_empty.index(number & 1), count=1)
+        mbarrier.arrive(empty, count=1)
     else:
         turn = turns
     return turn
@@ -96,8 +87,15 @@ def pass_products_on(WHO: gl.constexpr, CONSUMERS: gl.constexpr):
 @gluon.jit
 def kv_tile(t, partial_count, first, full_first, full_end):
     """The number of the t-th tile to visit: the partial ones, then the full ones."""
-    partial = gl.where(t < full_first - first, first + t, full_end + (t - (full_first - first)))
+    partial = partial_tile(t, first, full_first, full_end)
     return gl.where(t < partial_count, partial, full_first + (t - partial_count))
+
+
+@gluon.jit
+def partial_tile(t, first, full_first, full_end):
+    """The t-th visible tile that is not full: those before the full ones, then those after."""
+    before = full_first - first
+    return gl.where(t < before, first + t, full_end + (t - before))
 
 
 @gluon.jit
