@@ -27,10 +27,8 @@ from .target import Target
 # Queries of a consumer warpgroup: the m of a wgmma. Registers of a thread, by its warpgroup; the
 # producer's warp is padded to a warpgroup. 64 K registers are all that a multiprocessor has.
 WARPGROUP_ROWS = 64
-REGISTERS = {2: (240, 32), 3: (160, 32)}
+REGISTERS = {2: (240, 24), 3: (160, 32)}
 PRODUCER_WARPS = 1
-# Turns that the producer may draw before the consumers take them.
-TURNS_AHEAD = 2
 # Heads whose q tiles take turns where q tiles differ in length: their k and v stay in L2 together.
 # 8 is best of 2, 8 and 32 (causal, head dim 128, H200: 2 is 7 % slower, 32 is 13 %).
 HEADS_TOGETHER = 8
@@ -118,51 +116,6 @@ _BOTH = Segment(
 
 
 @dataclass(frozen=True)
-class Barriers:
-    """Where in one array the barriers of each kind begin."""
-
-    consumers: int
-    stages: int
-
-    @property
-    def q_full(self) -> int:
-        return 0
-
-    @property
-    def q_empty(self) -> int:
-        return self.consumers
-
-    @property
-    def k_full(self) -> int:
-        return self.q_empty + self.consumers
-
-    @property
-    def v_full(self) -> int:
-        return self.k_full + self.stages
-
-    @property
-    def turn_full(self) -> int:
-        return self.v_full + self.stages
-
-    @property
-    def k_empty(self) -> int:
-        """The first that all consumers arrive at."""
-        return self.turn_full + TURNS_AHEAD
-
-    @property
-    def v_empty(self) -> int:
-        return self.k_empty + self.stages
-
-    @property
-    def turn_empty(self) -> int:
-        return self.v_empty + self.stages
-
-    @property
-    def number(self) -> int:
-        return self.turn_empty + TURNS_AHEAD
-
-
-@dataclass(frozen=True)
 class TensorMap:
     """A tensor that is copied in tiles of [1, 1, rows, head dim] by TMA."""
 
@@ -225,10 +178,6 @@ class HopperPlan:
         if self.mask is None:
             return (_FULL,)
         return (_BOTH,) if self.config.one_loop else (_PARTIAL, _FULL)
-
-    @property
-    def barriers(self) -> Barriers:
-        return Barriers(self.config.consumers, self.config.stages)
 
     @property
     def heads_together(self) -> int:

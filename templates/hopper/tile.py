@@ -11,6 +11,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
 @gluon.jit
+def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """mbarriers that complete a phase after so many arrivals each.
+
+    One array for each purpose: Gluon orders accesses to one array by a barrier of all warps.
+    """
+    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for k in gl.static_range(NUMBER):
+        mbarrier.init(made.index(k), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
 def fetch(tensor, b, h, row, full, tile):
     """Start the copy of a tile [1, 1, rows, head dim]; rows past the end come as zeros."""
     mbarrier.expect(full, tensor.block_type.nbytes)
@@ -36,30 +48,26 @@ def longest_first(turn, q_tiles, heads, TOGETHER: gl.constexpr):
 
 
 @gluon.jit
-def draw(counter, turns, number, turn_smem, full, empty):
-    """The producer's next turn, which it passes on to the consumers."""
+def next_turn(counter, turns):
+    """Draw a turn that no program has had."""
+    turn = turns
     if gl.num_programs(0) < turns:
         turn = gl.num_programs(0) + gl.atomic_add(counter, 1)
-        lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        mbarrier.wait(empty, ((number >> 1) & 1) ^ 1)
-        turn_smem.index(number & 1).store(gl.full([32], turn, gl.int32, lanes))
-        mbarrier.arrive(full, count=1)
-    else:
-        turn = turns
     return turn
 
 
 @gluon.jit
-def drawn(turns, number, turn_smem, full, empty):
-    """A consumer's next turn: what the producer drew."""
-    if gl.num_programs(0) < turns:
-        lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        mbarrier.wait(full, (number >> 1) & 1)
-        turn = gl.max(turn_smem.index(number & 1).load(lanes), 0)
-        mbarrier.arrive(empty, count=1)
-    else:
-        turn = turns
-    return turn
+def write_number(place, value):
+    """Leave a number [1] for the other warps."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    place.store(gl.full([1], value, gl.int32, one))
+
+
+@gluon.jit
+def read_number(place):
+    """A number [1] that another warp left."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(place.load(one), 0)
 
 
 # Consumers take turns to issue their products, so that one's softmax runs under the other's
