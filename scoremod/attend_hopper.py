@@ -21,6 +21,7 @@ from .binding import ELEMENT_OF, Bound
 from .cache import CACHE, fingerprint, key
 from .errors import BackendUnavailable
 from .inputs import Inputs, empty_like_q
+from .ir.expr import TRUE
 from .launch import Launcher, current_stream
 from .launch import device as gpu
 from .plan import Typed
@@ -36,27 +37,44 @@ HEAD_DIMS = range(40, 257, 8)  # 8 elements of 16 bits are the 16 bytes that TMA
 
 def unsupported(program: Typed, inputs: Inputs) -> str:
     """Why the portable backend has to run a call; "" for no reason."""
-    q, k, v = inputs.q, inputs.k, inputs.v
-    if q.device.type != "cuda":
+    if inputs.q.device.type != "cuda":
         return "the tensors are not on a GPU"
-    target = gpu(q.device.index)
-    if (target.kind, target.arch) != ("cuda", ARCH):
+    target = gpu(inputs.q.device.index)
+    if not is_hopper(target):
         return f"the GPU is {target}, not cuda:{ARCH}"
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        return f"its products are of 16-bit floats, not of {ELEMENT_OF[q.dtype]}"
-    if not {q.shape[3], v.shape[3]} <= set(HEAD_DIMS):
-        return f"head dims {q.shape[3]} and {v.shape[3]} are not multiples of 8 from 40 to 256"
-    if q.shape[2] <= SHORT:
-        return f"{q.shape[2]} queries would leave most of a tile idle"
+    return unfit(program, inputs)
+
+
+def is_hopper(target: Target) -> bool:
+    return (target.kind, target.arch) == ("cuda", ARCH)
+
+
+def unfit(program: Typed, inputs: Inputs) -> str:
+    """What about a call does not suit these kernels, on whatever GPU; "" for nothing."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    reason = unfit_shape(program, ELEMENT_OF[q.dtype], q.shape[3], v.shape[3])
+    if reason:
+        return reason
     if 0 in (*q.shape, *k.shape):
         return "there is nothing to copy"
+    if q.shape[2] <= SHORT:
+        return f"{q.shape[2]} queries would leave most of a tile idle"
     if inputs.kv_lens is not None:
         return "kv_lens: TMA would copy keys beyond them"
-    if not program.one_range:
-        return "the mask is not one range of keys"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not _copyable(x):
             return f"TMA cannot copy {name}: its strides are {x.stride()}"
+    return ""
+
+
+def unfit_shape(program: Typed, element: str, head_dim: int, v_head_dim: int) -> str:
+    """The same of what a kernel is made for."""
+    if element not in ("f16", "bf16"):
+        return f"its products are of 16-bit floats, not of {element}"
+    if not {head_dim, v_head_dim} <= set(HEAD_DIMS):
+        return f"head dims {head_dim} and {v_head_dim} are not multiples of 8 from 40 to 256"
+    if not program.one_range:
+        return "the mask is not one range of keys"
     return ""
 
 
@@ -93,33 +111,47 @@ _READY: dict[tuple[object, ...], Ready] = {}
 
 def forward(program: Typed, chosen: Options, device: torch.device) -> Ready:
     """The attention kernel for a device."""
-    found = _READY.get((program.canonical, chosen, device))
-    if found is None:
+    ready = _READY.get((program.canonical, chosen, device))
+    if ready is None:
         kernel = stored(program, chosen, gpu(device.index))
-        found = Ready(Launcher(kernel), dict(kernel.constants)["BLOCK_M"])
-        _READY[program.canonical, chosen, device] = found
-    return found
+        ready = Ready(Launcher(kernel), dict(kernel.constants)["BLOCK_M"])
+        _READY[program.canonical, chosen, device] = ready
+    return ready
 
 
 def stored(program: Typed, chosen: Options, target: Target) -> Kernel:
     """The kernel of a call, from the cache or compiled into it; needs no GPU."""
-    name = key(fingerprint(), ("hopper", program.canonical, chosen), target)
+    name = _key(program, chosen, target)
     return CACHE.get_or_compile(name, lambda: compile_forward(program, chosen, target))
+
+
+def found(program: Typed, chosen: Options, target: Target) -> Kernel | None:
+    """The kernel of a call, if it was compiled before."""
+    return CACHE.find(_key(program, chosen, target))
+
+
+def _key(program: Typed, chosen: Options, target: Target) -> str:
+    return key(fingerprint(), ("hopper", program.canonical, chosen), target)
 
 
 def compile_forward(program: Typed, chosen: Options, target: Target) -> Kernel:
     """Compile the first configuration that the assembler takes as it was meant."""
     notes: list[str] = []
-    for config in configs_of(chosen):
-        plan = hopper_plan(program, chosen, target, config)
+    for plan in plans(program, chosen, target):
         kernel, complaint = compile_plan(plan, source(plan))
+        notes.append(f"{plan.config}: {complaint or 'taken'}")
         if not complaint:
-            return replace(kernel, notes=(*notes, f"{config}: taken"))
-        notes.append(f"{config}: {complaint}")
+            return replace(kernel, notes=tuple(notes))
     raise BackendUnavailable(
         f"no configuration of `{program.name}` suits {target}: {'; '.join(notes)}",
         hint="backend='triton' runs it",
     )
+
+
+def plans(program: Typed, chosen: Options, target: Target) -> list[HopperPlan]:
+    """The plans to try, the best first."""
+    configs = configs_of(chosen, masked=program.mask != TRUE)
+    return [hopper_plan(program, chosen, target, config) for config in configs]
 
 
 def source(plan: HopperPlan) -> str:

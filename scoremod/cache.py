@@ -217,6 +217,10 @@ class Cache:
             self._busy.pop(name, None)
         return found
 
+    def find(self, name: str) -> Kernel | None:
+        """The kernel of a key, if it was compiled before."""
+        return self._kernels.get(name) or self._read(name)
+
     def _compile(self, name: str, build: Callable[[], Kernel]) -> Kernel:
         kernel = build()
         with self._guard:

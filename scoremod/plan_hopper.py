@@ -6,7 +6,7 @@ first of a table that the assembler takes without serialising its products or sp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .analysis.ranges import solve
 from .ir.expr import capture, index, substitute
@@ -55,24 +55,34 @@ class Config:
         return ", ".join(words)
 
 
-# By padded head dim (the wider of the two); the best first, then ones that need fewer registers.
-CONFIGS: dict[int, tuple[Config, ...]] = {
-    # 128 queries with 2 consumers: 0.81 of this (H200, full).
-    64: (
-        Config(192, 128, 3, 2, one_loop=True, convert_early=True, ping_pong=True),
-        Config(128, 128, 2, 2, one_loop=False, convert_early=True, ping_pong=True),
-        Config(128, 64, 2, 2, one_loop=False, convert_early=True, ping_pong=False),
-    ),
-    128: (
-        Config(128, 128, 2, 2, one_loop=False, convert_early=False, ping_pong=False),
-        Config(128, 128, 2, 2, one_loop=False, convert_early=True, ping_pong=False),
-        Config(128, 64, 2, 2, one_loop=False, convert_early=True, ping_pong=False),
-    ),
-    256: (
-        Config(128, 64, 2, 2, one_loop=False, convert_early=False, ping_pong=False),
-        Config(128, 64, 2, 2, one_loop=False, convert_early=True, ping_pong=False),
-        Config(128, 32, 2, 2, one_loop=False, convert_early=True, ping_pong=False),
-    ),
+# The best of a head dim, and what gives up some speed for registers.
+_WIDE = Config(192, 128, 3, 3, one_loop=True, convert_early=True, ping_pong=True)
+_PAIR = Config(128, 128, 2, 2, one_loop=False, convert_early=False, ping_pong=False)
+_PAIR_IN_TURNS = replace(_PAIR, ping_pong=True)
+_NARROW = replace(_PAIR, block_n=64)
+_LAST = Config(128, 32, 2, 2, one_loop=False, convert_early=True, ping_pong=False)
+
+
+def _and_lighter(*configs: Config) -> tuple[Config, ...]:
+    """Configurations, then the last of them with p converted early, then with fewer keys."""
+    early = replace(configs[-1], convert_early=True)
+    return (*configs, early, replace(early, block_n=early.block_n // 2), _LAST)
+
+
+# By padded head dim (the wider of the two), and whether there is a mask; the best first.
+# TFLOP/s on one H200, bf16, at the sizes of benchmarks/hopper.py, within one table.
+CONFIGS: dict[tuple[int, bool], tuple[Config, ...]] = {
+    # Full 451 with 3 consumers, 429 with 2; causal 390 and 413, ALiBi 305 and 311, window 1024
+    # 162 and 268.
+    (64, False): _and_lighter(_WIDE, replace(_PAIR_IN_TURNS, stages=3)),
+    (64, True): _and_lighter(replace(_PAIR_IN_TURNS, stages=3)),
+    # Full 637, 616 in turns, 604 with p converted early; causal 561, 586, 520; window 1024 375,
+    # 397, 351.
+    (128, False): _and_lighter(_PAIR),
+    (128, True): _and_lighter(_PAIR_IN_TURNS),
+    # Full 665, in turns 663; causal 623 and 626, soft-cap 552 and 538.
+    (256, False): _and_lighter(_NARROW),
+    (256, True): _and_lighter(_NARROW),
 }
 
 
@@ -269,9 +279,9 @@ def padded(head_dim: int) -> int:
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
-def configs_of(options: Options) -> tuple[Config, ...]:
+def configs_of(options: Options, *, masked: bool) -> tuple[Config, ...]:
     """The configurations for a call, the best first."""
-    return CONFIGS[max(padded(options.head_dim), padded(options.v_head_dim))]
+    return CONFIGS[max(padded(options.head_dim), padded(options.v_head_dim)), masked]
 
 
 def arguments(params: tuple[Param, ...], options: Options) -> tuple[Argument, ...]:
