@@ -31,7 +31,7 @@ NAMES = tuple(name for name in CASES if not name.startswith("document"))
 
 @dataclass(frozen=True)
 class Row:
-    """One case: TFLOP/s of each candidate, of the pairs that the mask keeps, and why there is none."""
+    """One case: TFLOP/s of each candidate, of the pairs that the mask keeps, and its notes."""
 
     shape: str
     variant: str
