@@ -174,8 +174,11 @@ def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[An
         lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device=device)
         turns = turns_of(ready.block_m, inputs)
         grid = programs(turns, device.index)
-        values = arguments(inputs, bound, out, lse, counter(turns, grid, device))
-        ready.launcher.launch((grid, 1, 1), current_stream(device.index), values)
+        drawn, stream = counter(device), current_stream(device.index)
+        launch = ready.launcher.prepare(arguments(inputs, bound, out, lse, drawn))
+        if turns > grid:
+            ready.launcher.clear(drawn, stream)
+        launch.launch((grid, 1, 1), stream)
     return out, lse
 
 
@@ -196,10 +199,12 @@ def multiprocessors(device: int) -> int:
     return int(properties.multi_processor_count)
 
 
-def counter(turns: int, grid: int, device: torch.device) -> torch.Tensor:
-    """What programs draw their next turn from; unread where each has one turn."""
-    make = torch.zeros if turns > grid else torch.empty
-    return make(1, dtype=torch.int32, device=device)
+def counter(device: torch.device) -> torch.Tensor:
+    """What programs draw their next turn from, to be cleared; unread where each has one turn.
+
+    Each call has its own, as calls on several streams and CUDA graphs may run at once.
+    """
+    return torch.empty(1, dtype=torch.int32, device=device)
 
 
 def arguments(

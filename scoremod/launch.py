@@ -78,6 +78,9 @@ class Driver(Protocol):
     def tensor_map(self, x: torch.Tensor, tile: TensorMap) -> bytes:
         """How TMA copies tiles of a tensor: 128 bytes for a kernel's argument."""
 
+    def clear(self, address: int, stream: int) -> None:
+        """Set a 32-bit number in memory to 0, in the order of a stream."""
+
     def error(self, code: int) -> str:
         """Name and meaning of an error code."""
 
@@ -101,8 +104,10 @@ class CudaDriver:
         self._driver: Any = driver
         self.launch: Callable[[int, int, int, None], int] = library.cuLaunchKernelEx
         library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
-        self._encode = library.cuTensorMapEncodeTiled
         pointer, word = ctypes.c_void_p, ctypes.c_uint32
+        self._set = library.cuMemsetD32Async
+        self._set.argtypes = [ctypes.c_uint64, word, ctypes.c_size_t, pointer]
+        self._encode = library.cuTensorMapEncodeTiled
         self._encode.argtypes = [pointer, word, word, *[pointer] * 5, *[word] * 4]
 
     def device(self) -> int:
@@ -156,6 +161,11 @@ class CudaDriver:
                 f"{self.error(code)}"
             )
         return made.raw[place : place + _MAP_BYTES]
+
+    def clear(self, address: int, stream: int) -> None:
+        code = self._set(address, 0, 1, stream)
+        if code:
+            raise BackendUnavailable(f"clearing a counter failed: {self.error(code)}")
 
     def error(self, code: int) -> str:
         try:
@@ -432,6 +442,10 @@ class Launcher:
                 self._maps.clear()
             found = self._maps[what] = self.driver.tensor_map(x, tile)
         return found
+
+    def clear(self, counter: torch.Tensor, stream: int) -> None:
+        """Set a counter [1] to 0 before a launch on this stream: a third of torch.zeros' time."""
+        self.driver.clear(counter.data_ptr(), stream)
 
     def allocate(self, scratch: Scratch, programs: int, index: int, stream: int) -> torch.Tensor:
         """Scratch memory for a launch on a stream."""

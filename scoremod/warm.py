@@ -109,7 +109,7 @@ class Warm:
     v_head_dim: int
     device: int
     structure: Structure | None = None
-    counter: int | None = None  # an argument that must be 0 at every launch
+    counter: int | None = None  # an argument in memory that must be 0 at every launch
 
     def __call__(
         self,
@@ -137,10 +137,14 @@ class Warm:
             values[position] = value
         if self.structure is not None:
             values += self.structure.lists(q.device, values[at.q_offset :])
+        stream = current_stream(self.device)
         if self.counter is not None:
-            values[self.counter] = torch.zeros(1, dtype=torch.int32, device=q.device)
-        launch = self.launcher.prepare(values, self.device)
-        launch.launch(self.grid, current_stream(self.device))
+            values[self.counter] = drawn = attend_hopper.counter(q.device)
+            launch = self.launcher.prepare(values, self.device)
+            self.launcher.clear(drawn, stream)
+        else:
+            launch = self.launcher.prepare(values, self.device)
+        launch.launch(self.grid, stream)
         return (out, lse) if return_lse else out
 
 
@@ -184,7 +188,7 @@ def warm_hopper(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> War
     turns = attend_hopper.turns_of(ready.block_m, inputs)
     grid = attend_hopper.programs(turns, device)
     out, lse = outputs(inputs)
-    counter = attend_hopper.counter(turns, grid, inputs.q.device)
+    counter = attend_hopper.counter(inputs.q.device)
     values = _without_tensors(attend_hopper.arguments(inputs, bound, out, lse, counter))
     return Warm(
         ready.launcher,

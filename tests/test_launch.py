@@ -56,6 +56,7 @@ class FakeDriver:
     binds: list[int] = field(default_factory=list)
     calls: list[SimpleNamespace] = field(default_factory=list)
     maps: list[int] = field(default_factory=list)
+    cleared: list[tuple[int, int]] = field(default_factory=list)
 
     def device(self) -> int:
         return self.index
@@ -96,6 +97,9 @@ class FakeDriver:
     def tensor_map(self, x: torch.Tensor, tile: TensorMap) -> bytes:
         self.maps.append(x.data_ptr())
         return x.data_ptr().to_bytes(8, "little") + bytes(tile.box) + bytes(120 - len(tile.box))
+
+    def clear(self, address: int, stream: int) -> None:
+        self.cleared.append((address, stream))
 
     def error(self, code: int) -> str:
         return f"CUDA_ERROR_{code}"
@@ -226,6 +230,13 @@ def test_a_tensor_map_of_another_shape_is_another_one() -> None:
     for view in (x, x[:1], x.transpose(0, 1), x):
         launch.launch((1, 1, 1), 0, (view,))
     assert len(driver.maps) == 3
+
+
+def test_a_counter_is_cleared_on_the_stream_of_its_launch() -> None:
+    launch, driver = ready("*i32")
+    counter = torch.ones(1, dtype=torch.int32)
+    launch.clear(counter, 77)
+    assert driver.cleared == [(counter.data_ptr(), 77)]
 
 
 def test_a_number_is_no_tensor_map() -> None:
