@@ -47,7 +47,7 @@ def complaint(compiled: Compiled, plan: HopperPlan) -> str:
     serialised = [w for w in compiled.report.warnings if _SERIALISED.search(w)]
     if serialised:
         return "its products would run one after the other"
-    spilled = spills_in_loops(compiled.image)
+    spilled = spills_in_loops(compiled.image) if compiled.report.spills else 0
     if spilled > SPILLS:
         return f"{spilled} accesses to spilled registers a kv tile"
     return ""
