@@ -257,9 +257,11 @@ def apart() -> Iterator[Callable[..., Any]]:
             yield lambda function, *args: pool.submit(function, *args).result()
 
 
-def compiled(name: str, head_dim: int, dtype: str) -> tuple[Kernel, int, int]:
+def compiled(
+    name: str, head_dim: int, dtype: str, options: dict[str, Any]
+) -> tuple[Kernel, int, int]:
     """A variant's kernel, its loops over kv tiles, and the most spills in one."""
-    chosen = attend_hopper.of_options(Options(dtype, head_dim, head_dim))
+    chosen = attend_hopper.of_options(Options(dtype, head_dim, head_dim, **options))
     made = attend_hopper.compile_forward(program(FIVE[name]), chosen, H200)
     return made, len(softmax_loops(made.image)), spills_in_loops(made.image)
 
@@ -274,12 +276,26 @@ def check(found: tuple[Kernel, int, int], name: str, head_dim: int) -> None:
     assert [m.box[-1] for m in made.tensor_maps] == [64] * 4
 
 
+# What a call may bring besides: long lengths, offsets and a scale in memory.
+LARGE = {
+    "small": False,
+    "wide_offsets": True,
+    "offset_per_batch": True,
+    "scale_in_memory": True,
+    "positive_scale": False,
+}
+
+
 # The rest is for `make compile-all`: a kernel takes 5 s.
-@pytest.mark.parametrize(("name", "head_dim"), [("noop", 64), ("window", 128), ("softcap", 128)])
+@pytest.mark.parametrize(
+    ("name", "head_dim", "options"),
+    [("noop", 64, {}), ("softcap", 128, {}), ("window", 128, LARGE)],
+    ids=["noop", "softcap", "window in 64 bits"],
+)
 def test_kernels_compile_without_spills(
-    apart: Callable[..., Any], name: str, head_dim: int
+    apart: Callable[..., Any], name: str, head_dim: int, options: dict[str, Any]
 ) -> None:
-    check(apart(compiled, name, head_dim, "bf16"), name, head_dim)
+    check(apart(compiled, name, head_dim, "bf16", options), name, head_dim)
 
 
 @pytest.mark.compile_all
@@ -289,7 +305,7 @@ def test_kernels_compile_without_spills(
 def test_five_kernels_compile_without_spills(
     apart: Callable[..., Any], name: str, head_dim: int, dtype: str
 ) -> None:
-    check(apart(compiled, name, head_dim, dtype), name, head_dim)
+    check(apart(compiled, name, head_dim, dtype, {}), name, head_dim)
 
 
 @pytest.mark.gpu

@@ -93,6 +93,11 @@ def pass_products_on(WHO: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
+def narrow(tile):
+    return gl.cast(tile, gl.int32)
+
+
+@gluon.jit
 def kv_tile(t, partial_count, first, full_first, full_end):
     """The number of the t-th tile to visit: the partial ones, then the full ones."""
     partial = partial_tile(t, first, full_first, full_end)
