@@ -16,11 +16,11 @@ from scoremod.bench import Case, NotComparable
 
 
 @cute.jit
-def alibi(s, b, h, i, j, lengths, tables):  # type: ignore[no-untyped-def]
-    """s - 2**(-(h + 1) / 2) * (i - j): the slopes of 16 heads."""
+def alibi(s, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
+    """s - 2**(-(h + 1) / 2) * (i - j): the slopes of 16 heads. Its arguments are keywords."""
     score = s.to(Float32)
     halves = (h + cute.full_like(h, 1)).to(Float32) * cute.full_like(score, -0.5)
-    return score - cute.math.exp2(halves) * (i - j).to(Float32)
+    return score - cute.math.exp2(halves) * (q_idx - kv_idx).to(Float32)
 
 
 # What `flash_attn_func` takes for each of the benchmark's cases.

@@ -108,7 +108,7 @@ class Variant:
         )
         program, bound = self._bind(captures, inputs.sizes, inputs.q.device)
         known = self._type(program, bound)
-        name, _ = attention.choose_backend(known, inputs, backend)
+        name, _ = attention.choose_backend(known, inputs, bound, backend)
         if name in WARM and kind is not None:
             self._remember(kind, WARM[name](known, inputs, bound))
         if name == "eager":
@@ -350,7 +350,7 @@ class Variant:
             )
             program, bound = self._bind(values, inputs.sizes, inputs.q.device)
             known = self._type(program, bound)
-            name, why = attention.choose_backend(known, inputs, backend)
+            name, why = attention.choose_backend(known, inputs, bound, backend)
             lines = explain.explain_program(program, tuple(x.param for x in bound))
             lines += explain.explain_call(known, inputs, bound, name, why)
             return "\n".join(lines)

@@ -105,8 +105,21 @@ class Ready:
     block_m: int
 
 
-# Kernels found so far, by what decides them and where they run.
+# Kernels found so far, by what decides them and where they run, and why there is none.
 _READY: dict[tuple[object, ...], Ready] = {}
+_REFUSED: dict[tuple[object, ...], str] = {}
+
+
+def refusal(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> str:
+    """Why a call that fits has no kernel, which is compiled to know it; "" if it has one."""
+    chosen = options(program, inputs, bound)
+    what = (program.canonical, chosen, inputs.q.device)
+    if what not in _REFUSED:
+        try:
+            forward(program, chosen, inputs.q.device)
+        except BackendUnavailable as error:
+            _REFUSED[what] = error.message.partition("\n")[0]
+    return _REFUSED.get(what, "")
 
 
 def forward(program: Typed, chosen: Options, device: torch.device) -> Ready:

@@ -33,7 +33,9 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
-def choose_backend(program: Typed, inputs: Inputs, asked: str | None) -> tuple[str, str]:
+def choose_backend(
+    program: Typed, inputs: Inputs, bound: tuple[Bound, ...], asked: str | None
+) -> tuple[str, str]:
     """The backend of a call, and why."""
     if asked is not None and asked not in BACKENDS:
         raise BackendUnavailable(
@@ -58,6 +60,7 @@ def choose_backend(program: Typed, inputs: Inputs, asked: str | None) -> tuple[s
     if inputs.q.dtype is torch.float64:
         return "eager", "float64 on a GPU"
     reason = attend_hopper.unsupported(program, inputs)
+    reason = reason or attend_hopper.refusal(program, inputs, bound)
     if reason:
         return "triton", f"the tensors are on a GPU, and the hopper backend is not for it: {reason}"
     return "hopper", "the tensors are on a Hopper GPU"

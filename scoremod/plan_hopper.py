@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .analysis.ranges import solve
-from .ir.expr import capture, index, substitute
-from .ir.ops import Type
+from .ir.expr import capture, index, postorder, substitute
+from .ir.ops import Op, Type
 from .passes.fold import base2
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
 from .plan_triton import (
@@ -158,6 +158,15 @@ class HopperPlan:
     @property
     def exact(self) -> bool:
         return self.options.precision == "exact"
+
+    @property
+    def propagates_nan(self) -> bool:
+        """Whether a score or mask names that: minima and maxima of floats give nan for nan."""
+        nodes = postorder(*(root for f in self.functions for root in f.body))
+        return any(
+            n.op is Op.SOFTPLUS or (n.op in (Op.MIN, Op.MAX) and n.type is Type.FLOAT)
+            for n in nodes
+        )
 
     @property
     def every_key(self) -> bool:

@@ -17,6 +17,7 @@ import torch
 
 import scoremod
 from scoremod import Variant, attend_hopper, attend_triton, parse, variants
+from scoremod.backends import compile_hopper
 from scoremod.backends.compile_hopper import complaint, launched, spills_in_loops
 from scoremod.backends.compile_triton import Kernel, Report, softmax_loops
 from scoremod.errors import BackendUnavailable
@@ -154,6 +155,36 @@ def test_no_configuration_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
         BackendUnavailable, match=r"no configuration of `noop` suits cuda:90.*spill"
     ):
         attend_hopper.compile_forward(program(NOOP), Options("bf16", 128, 128), H200)
+
+
+def test_a_call_whose_kernel_does_badly_is_named_and_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = []
+
+    def stored(*_: Any) -> Kernel:
+        tried.append(1)
+        raise BackendUnavailable("no configuration suits", hint="another backend")
+
+    monkeypatch.setattr(attend_hopper, "stored", stored)
+    monkeypatch.setattr(attend_hopper, "gpu", lambda index: H200)
+    monkeypatch.setattr(attend_hopper, "_REFUSED", {})
+    q = empty(2, 4, 128, 64)
+    inputs = check_inputs(q, q, q, scale=None, q_offset=0, kv_lens=None, precision="auto")
+    found = {attend_hopper.refusal(program(NOOP), inputs, ()) for _ in range(3)}
+    assert found == {"no configuration suits"} and tried == [1]
+
+
+def test_a_score_that_no_configuration_can_hold_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (plan, *_) = plans(FIVE["softcap"])
+    monkeypatch.setattr(compile_hopper, "spills_in_loops", lambda image: 201)
+    compiled = SimpleNamespace(
+        metadata=SimpleNamespace(shared=0), image=b"", report=Report(168, 900)
+    )
+    with pytest.raises(BackendUnavailable, match=r"_score` needs more registers.*201 accesses"):
+        complaint(compiled, plan)
 
 
 def kernel() -> Kernel:

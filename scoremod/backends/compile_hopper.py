@@ -24,6 +24,8 @@ ENTRY = "attention_fwd"
 # Accesses to spilled registers a kv tile that were not felt: 8 did not show, 35 cost 22 % (of a
 # backward of head dim 128, H200). What is spilled outside of the loops costs nothing.
 SPILLS = 8
+# From here on no configuration helps, and trying each takes minutes; 70 were cured by 64 keys.
+HOPELESS = 200
 # ptxas' notes about products that it runs one after the other.
 _SERIALISED = re.compile(r"C75\d\d|serializ", re.IGNORECASE)
 _SPILL = re.compile(r"\b(LDL|STL)\b")
@@ -48,6 +50,12 @@ def complaint(compiled: Compiled, plan: HopperPlan) -> str:
     if serialised:
         return "its products would run one after the other"
     spilled = spills_in_loops(compiled.image) if compiled.report.spills else 0
+    if spilled > HOPELESS:
+        raise BackendUnavailable(
+            f"`{plan.score.name if plan.score else ENTRY}` needs more registers than a consumer "
+            f"has: {spilled} accesses to spilled ones a kv tile",
+            hint="backend='triton' runs it",
+        )
     if spilled > SPILLS:
         return f"{spilled} accesses to spilled registers a kv tile"
     return ""

@@ -14,6 +14,7 @@ import importlib.metadata
 import io
 import re
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -144,13 +145,26 @@ def compiled_text(
     """Compile the jit function `entry` of `text`; `source` says how Triton is to read it."""
     known = {**_OPTIONS, **_TARGET_OPTIONS.get(target.kind, {}), **options}
     with _LOCK, _settings() as folder:
-        said = io.StringIO()
+        said = _Overheard()
         with contextlib.redirect_stdout(said):
             made = _compile(source(getattr(load_text(text, folder), entry)), target, known)
         report = code_report(made.asm["amdgcn" if target.kind == "hip" else "cubin"])
     return Compiled(
         made.metadata, made.kernel, replace(report, warnings=complaints(said.getvalue()))
     )
+
+
+class _Overheard(io.StringIO):
+    """What this thread prints; other threads print where they did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread, self._stdout = threading.get_ident(), sys.stdout
+
+    def write(self, text: str) -> int:
+        if threading.get_ident() == self._thread:
+            return super().write(text)
+        return self._stdout.write(text)
 
 
 def kernel_of(

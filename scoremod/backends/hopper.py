@@ -5,24 +5,20 @@ Gluon has Triton's elementwise operations under the same names, so `tl.where` is
 
 from __future__ import annotations
 
+import re
+
 from ..plan import DeviceFunction
 from ..plan_hopper import HopperPlan
 from . import triton
 from .base import Backend
 
-# What is called otherwise in Gluon; the first that matches.
-_WORDS = (
-    ("@triton.jit", "@gluon.jit"),
-    ("tl.PropagateNan", "PropagateNan"),
-    ("tl.", "gl."),
-)
+# Of Triton's language, PropagateNan alone is missing in Gluon's.
+_LANGUAGE = re.compile(r"\btl\.(?!PropagateNan)")
 
 
 def in_gluon(text: str) -> str:
     """Triton's text of an elementwise function, as Gluon's."""
-    for word, replacement in _WORDS:
-        text = text.replace(word, replacement)
-    return text
+    return _LANGUAGE.sub("gl.", text.replace("@triton.jit", "@gluon.jit"))
 
 
 def define(function: DeviceFunction, plan: HopperPlan) -> str:
