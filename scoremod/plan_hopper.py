@@ -66,7 +66,9 @@ _LAST = Config(128, 32, 2, 2, one_loop=False, convert_early=True, ping_pong=Fals
 def _and_lighter(*configs: Config) -> tuple[Config, ...]:
     """Configurations, then the last of them with p converted early, then with fewer keys."""
     early = replace(configs[-1], convert_early=True)
-    return (*configs, early, replace(early, block_n=early.block_n // 2), _LAST)
+    return tuple(
+        dict.fromkeys((*configs, early, replace(early, block_n=early.block_n // 2), _LAST))
+    )
 
 
 # By padded head dim (the wider of the two), and whether there is a mask; the best first.

@@ -29,6 +29,18 @@ def fetch(tensor, b, h, row, full, tile):
     tma.async_copy_global_to_shared(tensor, [b, h, row, 0], full, tile)
 
 
+@gluon.jit
+def leave(tensor, b, h, row, tile):
+    """Start the copy of a fenced tile to a tensor; rows past its end are left out."""
+    tma.async_copy_shared_to_global(tensor, [b, h, row, 0], tile)
+
+
+@gluon.jit
+def wait_until_left():
+    """Wait until tiles have left shared memory."""
+    tma.store_wait(0)
+
+
 # -- turns -------------------------------------------------------------------------------------
 
 
