@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from scoremod import Variant, variants
-from scoremod.attend_triton import options, store
+from scoremod import Variant, attend_hopper, attend_triton, variants
 from scoremod.inputs import check_inputs
 from scoremod.ir.capture import Kind
 from scoremod.launch import device
@@ -115,7 +114,10 @@ def compile_one(job: tuple[str, str, Shape, Any]) -> None:
     )
     program, bound = variant._bind(draw(variant, shape), given.sizes, q.device)
     known = variant._type(program, bound)
-    store(known, options(known, given, bound), target)
+    backend = attend_triton
+    if attend_hopper.is_hopper(target) and not attend_hopper.unfit(known, given):
+        backend = attend_hopper
+    backend.store(known, backend.options(known, given, bound), target)
 
 
 def compare(name: str, dtype: str, shape: Shape) -> Row:

@@ -29,7 +29,7 @@ from .plan import Typed, assumed_params, assumptions, typed
 from .target import parse_target
 from .tiles import Tiles
 from .variant import Program, S, read
-from .warm import KindOfCall, Warm, kind_of, warm
+from .warm import WARM, KindOfCall, Warm, kind_of
 
 # Kinds of calls whose decisions are kept, per variant.
 MAX_WARM = 4096
@@ -110,24 +110,25 @@ class Variant:
             values = self._values(captures)
             if values is not None:
                 kind = kind_of(q, k, v, scale, q_offset, kv_lens, precision, tiles, values)
-                known = self._warm.get(kind)
-                if known is not None:
+                warmed = self._warm.get(kind)
+                if warmed is not None:
                     assert isinstance(q_offset, int)
-                    return known(q, k, v, q_offset, kv_lens, values, tiles, return_lse=return_lse)
+                    return warmed(q, k, v, q_offset, kv_lens, values, tiles, return_lse=return_lse)
         inputs = check_inputs(
             q, k, v, scale=scale, q_offset=q_offset, kv_lens=kv_lens, precision=precision
         )
         if tiles is not None:
             inputs = replace(inputs, tiles=_tiles(tiles, inputs))
         program, bound = self._bind(captures, inputs.sizes, inputs.q.device)
-        name, _ = attention.choose_backend(inputs, backend)
-        if name == "triton" and kind is not None:
-            self._remember(kind, program, inputs, bound)
+        known = self._type(program, bound)
+        name, _ = attention.choose_backend(known, inputs, bound, backend)
+        if name in WARM and kind is not None:
+            self._remember(kind, WARM[name](known, inputs, bound))
         if name == "eager":
             out, lse = self._oracle(inputs, captures)
         else:
             attend = autograd.attend if needs_grad(inputs, bound) else attention.attend
-            out, lse = attend(self._type(program, bound), inputs, bound, name)
+            out, lse = attend(known, inputs, bound, name)
         return (out, lse) if return_lse else out
 
     def _operator(
@@ -175,11 +176,8 @@ class Variant:
                 return None
         return values if given == len(captures) else None
 
-    def _remember(
-        self, kind: KindOfCall, program: Program, inputs: Inputs, bound: tuple[Bound, ...]
-    ) -> None:
+    def _remember(self, kind: KindOfCall, found: Warm | None) -> None:
         """Keep what later calls of this kind need; a sweep of shapes does not pile up."""
-        found = warm(self._type(program, bound), inputs, bound)
         if found is not None:
             if len(self._warm) >= MAX_WARM:
                 self._warm.clear()
@@ -454,7 +452,7 @@ class Variant:
             )
             program, bound = self._bind(values, inputs.sizes, inputs.q.device)
             known = self._type(program, bound)
-            name, why = attention.choose_backend(inputs, backend)
+            name, why = attention.choose_backend(known, inputs, bound, backend)
             lines = explain.explain_program(program, tuple(x.param for x in bound))
             lines += explain.explain_call(known, inputs, bound, name, why)
             return "\n".join(lines)

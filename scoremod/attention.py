@@ -7,16 +7,25 @@ from typing import Any
 
 import torch
 
-from . import attend_cpu, attend_triton, backward_cpu, backward_triton
+from . import attend_cpu, attend_hopper, attend_triton, backward_cpu, backward_triton
 from .binding import Bound
 from .errors import BackendUnavailable
 from .gradients import Gradients, Result, Wanted
 from .inputs import Inputs
 from .plan import Typed
 
-BACKENDS = ("triton", "cpu", "eager")
-RUN = {"cpu": attend_cpu.attend, "triton": attend_triton.attend}
-RUN_BACKWARD = {"cpu": backward_cpu.backward, "triton": backward_triton.backward}
+BACKENDS = ("hopper", "triton", "cpu", "eager")
+RUN = {
+    "cpu": attend_cpu.attend,
+    "triton": attend_triton.attend,
+    "hopper": attend_hopper.attend,
+}
+# Hopper's gradients are the portable backend's.
+RUN_BACKWARD = {
+    "cpu": backward_cpu.backward,
+    "triton": backward_triton.backward,
+    "hopper": backward_triton.backward,
+}
 
 
 def attend(
@@ -52,7 +61,9 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
-def choose_backend(inputs: Inputs, asked: str | None) -> tuple[str, str]:
+def choose_backend(
+    program: Typed, inputs: Inputs, bound: tuple[Bound, ...], asked: str | None
+) -> tuple[str, str]:
     """The backend of a call, and why."""
     if asked is not None and asked not in BACKENDS:
         raise BackendUnavailable(
@@ -64,6 +75,8 @@ def choose_backend(inputs: Inputs, asked: str | None) -> tuple[str, str]:
             "backend='triton' needs tensors on a GPU",
             hint="set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter",
         )
+    if asked == "hopper" and (reason := attend_hopper.unsupported(program, inputs)):
+        raise BackendUnavailable(f"backend='hopper' cannot run this call: {reason}")
     if asked == "triton" and inputs.q.dtype is torch.float64:
         raise BackendUnavailable("float64 runs on the backends cpu and eager only")
     if asked == "cpu" and on_gpu:
@@ -74,4 +87,8 @@ def choose_backend(inputs: Inputs, asked: str | None) -> tuple[str, str]:
         return "cpu", "the tensors are on the CPU"
     if inputs.q.dtype is torch.float64:
         return "eager", "float64 on a GPU"
-    return "triton", "the tensors are on a GPU"
+    reason = attend_hopper.unsupported(program, inputs)
+    reason = reason or attend_hopper.refusal(program, inputs, bound)
+    if reason:
+        return "triton", f"the tensors are on a GPU, and the hopper backend is not for it: {reason}"
+    return "hopper", "the tensors are on a Hopper GPU"

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .backends.compile_triton import Kernel, Scratch, triton_version
+from .backends.compile_triton import Kernel, Scratch, TensorMap, triton_version
 from .plan_triton import Argument
 from .resources import PACKAGE, path
 from .target import Target
@@ -140,8 +140,14 @@ def rebuild(fields: dict[str, Any], image: bytes, text: str) -> Kernel:
         "profile_scratch": Scratch(**fields["profile_scratch"]),
         "constants": tuple((name, value) for name, value in fields["constants"]),
         "cluster": tuple(fields["cluster"]),
+        "tensor_maps": tuple(_rebuilt_map(**made) for made in fields["tensor_maps"]),
+        "notes": tuple(fields["notes"]),
     }
     return Kernel(image=image, text=text, **fields)
+
+
+def _rebuilt_map(element: str, box: list[int], swizzle: int) -> TensorMap:
+    return TensorMap(element, tuple(box), swizzle)
 
 
 # -- the cache ---------------------------------------------------------------------------------
@@ -210,6 +216,10 @@ class Cache:
         with self._guard:
             self._busy.pop(name, None)
         return found
+
+    def find(self, name: str) -> Kernel | None:
+        """The kernel of a key, if it was compiled before."""
+        return self._kernels.get(name) or self._read(name)
 
     def _compile(self, name: str, build: Callable[[], Kernel]) -> Kernel:
         kernel = build()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import attend_cpu, attend_triton
+from . import attend_cpu, attend_hopper, attend_triton
 from .analysis.reasons import explain_atoms
 from .binding import Bound
 from .inputs import Inputs
@@ -12,6 +12,7 @@ from .ir.show import show
 from .launch import device
 from .passes.simplify import simplify
 from .plan import Param, Typed
+from .plan_hopper import HopperPlan
 from .plan_triton import Options, TritonPlan, triton_plan
 from .target import INTERPRETER, Target
 from .variant import Program
@@ -50,6 +51,12 @@ def explain_call(
         target = device(inputs.q.device.index) if on_gpu else INTERPRETER
         chosen = attend_triton.options(program, inputs, bound)
         lines += explain_kernel(triton_plan(program, chosen, target))
+    if backend == "hopper":
+        lines += _hopper(
+            program,
+            attend_hopper.options(program, inputs, bound),
+            device(inputs.q.device.index),
+        )
     if backend == "cpu":
         block_m, block_n = attend_cpu.blocks(inputs)
         lines.append(f"  tiles    {block_m} queries by {block_n} keys, of all heads at a time")
@@ -64,26 +71,43 @@ def explain_call(
 
 def explain_shape(program: Typed, chosen: Options, target: Target) -> list[str]:
     """The kernel for a described shape."""
-    lines = ["", f"backend triton: for {target}"]
+    shape = chosen.dtype, chosen.head_dim, chosen.v_head_dim
+    if not attend_hopper.is_hopper(target):
+        lines = ["", f"backend triton: for {target}"]
+    elif reason := attend_hopper.unfit_shape(program, *shape):
+        lines = ["", f"backend triton: for {target}; the hopper backend is not for it: {reason}"]
+    else:
+        lines = ["", f"backend hopper: for {target}"]
+        return lines + _hopper(program, attend_hopper.of_options(chosen), target)
     return lines + explain_kernel(triton_plan(program, chosen, target))
+
+
+def _hopper(program: Typed, chosen: Options, target: Target) -> list[str]:
+    """The decisions of a Hopper kernel, and which configuration the assembler took."""
+    kernel = attend_hopper.found(program, chosen, target)
+    plans = attend_hopper.plans(program, chosen, target)
+    lines = explain_hopper(plans[len(kernel.notes) - 1 if kernel is not None else 0])
+    if kernel is None:
+        return [*lines, "  tried    nothing so far: it is compiled at the first call"]
+    return lines + [f"  tried    {note}" for note in kernel.notes]
+
+
+def explain_hopper(plan: HopperPlan) -> list[str]:
+    """The decisions of a plan, one line each."""
+    lines = [f"  tile     {plan.config}", *_numbers(plan), f"  folded   {_folded(plan)}"]
+    lines += [f"  keys     {_keys(*plan.keys.body)}"] if plan.keys is not None else []
+    return lines + [f"  loop     {segment.title}" for segment in plan.kv_segments]
 
 
 def explain_kernel(plan: TritonPlan) -> list[str]:
     """The decisions of a plan, one line each."""
-    tile, options = plan.tile, plan.options
+    tile = plan.tile
     lines = [
         f"  tile     {tile.block_m} queries by {tile.block_n} keys, {tile.num_warps} warps, "
         f"{tile.num_stages} stages",
-        f"  numbers  {options.dtype}, {options.precision}; ints in "
-        f"{'32' if options.small else '64'} bits where they fit",
+        *_numbers(plan),
+        f"  folded   {_folded(plan)}",
     ]
-    for what, given, padded in (
-        ("head dim", options.head_dim, plan.block_d),
-        ("v head dim", options.v_head_dim, plan.block_dv),
-    ):
-        if given != padded:
-            lines.append(f"  padded   {what} {given} to {padded} inside the kernel")
-    lines += [f"  folded   {_folded(plan)}"]
     lines += [f"  keys     {_keys(*run.range.body)}" for run in plan.runs]
     lines += [f"  loop     {segment.title}" for segment in plan.kv_segments]
     if plan.stored:
@@ -94,12 +118,28 @@ def explain_kernel(plan: TritonPlan) -> list[str]:
     return lines
 
 
+def _numbers(plan: TritonPlan | HopperPlan) -> list[str]:
+    """Types, and what is padded."""
+    options = plan.options
+    lines = [
+        f"  numbers  {options.dtype}, {options.precision}; ints in "
+        f"{'32' if options.small else '64'} bits where they fit",
+    ]
+    for what, given, padded in (
+        ("head dim", options.head_dim, plan.block_d),
+        ("v head dim", options.v_head_dim, plan.block_dv),
+    ):
+        if given != padded:
+            lines.append(f"  padded   {what} {given} to {padded} inside the kernel")
+    return lines
+
+
 def _keys(first: Expr, last: Expr) -> str:
     first, last = simplify(first), simplify(last)
     return f"a query sees keys from {show(first)} to {show(last)}"
 
 
-def _folded(plan: TritonPlan) -> str:
+def _folded(plan: TritonPlan | HopperPlan) -> str:
     if plan.scale_in_softmax:
         return "scale and log2(e) into the softmax: one fused multiply-add per score"
     if plan.score is None:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .backends.compile_triton import Kernel, Scratch, hip_launcher
+from .backends.compile_triton import Kernel, Scratch, TensorMap, hip_launcher
 from .errors import BackendUnavailable, InputMismatch
 from .plan_triton import Argument
 from .target import Target, parse_target
@@ -75,6 +75,12 @@ class Driver(Protocol):
     def launch(self, config: int, function: int, arguments: int, extra: None) -> int:
         """cuLaunchKernelEx by addresses; gives its error code, 0 for none."""
 
+    def tensor_map(self, x: torch.Tensor, tile: TensorMap) -> bytes:
+        """How TMA copies tiles of a tensor: 128 bytes for a kernel's argument."""
+
+    def clear(self, address: int, stream: int) -> None:
+        """Set a 32-bit number in memory to 0, in the order of a stream."""
+
     def error(self, code: int) -> str:
         """Name and meaning of an error code."""
 
@@ -98,6 +104,11 @@ class CudaDriver:
         self._driver: Any = driver
         self.launch: Callable[[int, int, int, None], int] = library.cuLaunchKernelEx
         library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+        pointer, word = ctypes.c_void_p, ctypes.c_uint32
+        self._set = library.cuMemsetD32Async
+        self._set.argtypes = [ctypes.c_uint64, word, ctypes.c_size_t, pointer]
+        self._encode = library.cuTensorMapEncodeTiled
+        self._encode.argtypes = [pointer, word, word, *[pointer] * 5, *[word] * 4]
 
     def device(self) -> int:
         return torch.cuda.current_device()
@@ -123,6 +134,39 @@ class CudaDriver:
             self._ok(done, f"{_misfit(kernel, device)}; it wants {kernel.shared} bytes shared")
         return int(function)
 
+    def tensor_map(self, x: torch.Tensor, tile: TensorMap) -> bytes:
+        made = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
+        place = -ctypes.addressof(made) % _MAP_ALIGNMENT
+        shape, strides = x.shape[::-1], x.stride()[::-1]
+        # The stride of a dimension of size 1 is never used, but checked.
+        pitches = [
+            s * x.element_size() if n > 1 else _MAP_PITCH
+            for n, s in zip(shape[1:], strides[1:], strict=True)
+        ]
+        rank = len(shape)
+        code = self._encode(
+            ctypes.addressof(made) + place,
+            _MAP_ELEMENT[tile.element],
+            rank,
+            x.data_ptr(),
+            (ctypes.c_uint64 * rank)(*shape),
+            (ctypes.c_uint64 * (rank - 1))(*pitches),
+            (ctypes.c_uint32 * rank)(*reversed(tile.box)),
+            (ctypes.c_uint32 * rank)(*[1] * rank),
+            *(_NO_INTERLEAVE, tile.swizzle, _L2_128_BYTES, _ZEROS_OUTSIDE),
+        )
+        if code:
+            raise BackendUnavailable(
+                f"TMA cannot copy a tensor of shape {tuple(x.shape)} and strides {x.stride()}: "
+                f"{self.error(code)}"
+            )
+        return made.raw[place : place + _MAP_BYTES]
+
+    def clear(self, address: int, stream: int) -> None:
+        code = self._set(address, 0, 1, stream)
+        if code:
+            raise BackendUnavailable(f"clearing a counter failed: {self.error(code)}")
+
     def error(self, code: int) -> str:
         try:
             result = self._driver.CUresult(code)
@@ -139,6 +183,11 @@ class CudaDriver:
 
 
 _PORTABLE_CLUSTER = 8
+# cuTensorMapEncodeTiled: a map's size and place, CUtensorMapDataType, and what else is chosen.
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_MAP_ELEMENT = {"f16": 6, "bf16": 9}
+_MAP_PITCH = 16  # strides are multiples of so many bytes
+_NO_INTERLEAVE, _L2_128_BYTES, _ZEROS_OUTSIDE = 0, 2, 0
 
 
 def _misfit(kernel: Kernel, index: int) -> str:
@@ -156,7 +205,7 @@ def cuda_driver() -> CudaDriver:
 
 # -- arguments ---------------------------------------------------------------------------------
 
-# struct's letters; all are stored at multiples of their size.
+# struct's letters; all but tensor maps are stored at multiples of their size.
 _LETTER = {
     "i1": "?",
     "i8": "b",
@@ -172,8 +221,10 @@ _LETTER = {
     "bf16": "H",
     "fp32": "f",
     "fp64": "d",
+    "tensormap": f"{_MAP_BYTES}s",
 }
 _POINTER = "Q"
+_TENSOR_MAP = "tensormap"
 
 
 @dataclass(frozen=True)
@@ -184,6 +235,7 @@ class Layout:
     offsets: tuple[int, ...]
     pointers: tuple[int, ...]  # which arguments are tensors
     halves: tuple[int, ...]  # which are bfloat16, which struct does not know
+    maps: tuple[int, ...]  # which are tensors that TMA copies
 
 
 def layout(arguments: Sequence[Argument]) -> Layout:
@@ -197,7 +249,7 @@ def layout(arguments: Sequence[Argument]) -> Layout:
     for kind in kinds:
         letter = _POINTER if kind.startswith("*") else _LETTER[kind]
         size = struct.calcsize(f"={letter}")
-        gap = -end % size
+        gap = -end % (_MAP_ALIGNMENT if kind == _TENSOR_MAP else size)
         offsets.append(end + gap)
         text += "x" * gap + letter
         end += gap + size
@@ -207,6 +259,7 @@ def layout(arguments: Sequence[Argument]) -> Layout:
         tuple(offsets),
         tuple(k for k, kind in enumerate(given) if kind.startswith("*")),
         tuple(k for k, kind in enumerate(given) if kind == "bf16"),
+        tuple(k for k, kind in enumerate(given) if kind == _TENSOR_MAP),
     )
 
 
@@ -249,8 +302,12 @@ class Launch:
     def _store(self) -> None:
         """Lay out configuration, attributes, arguments and the pointers to them."""
         kernel, place = self._launcher.kernel, self._layout
-        self._arguments = ctypes.create_string_buffer(place.packer.size)
-        start = ctypes.addressof(self._arguments)
+        size = place.packer.size
+        self._memory = ctypes.create_string_buffer(size + _MAP_ALIGNMENT)
+        # Tensor maps lie at multiples of 64 bytes.
+        start = ctypes.addressof(self._memory)
+        start += -start % _MAP_ALIGNMENT
+        self._arguments = (ctypes.c_char * size).from_address(start)
         pointers = [start + offset for offset in place.offsets]
         self._pointers = (ctypes.c_void_p * len(pointers))(*pointers)
         attributes = b""
@@ -273,6 +330,8 @@ class Launch:
                 plain[k] = plain[k].data_ptr()
             for k in place.halves:
                 plain[k] = bfloat16_bits(plain[k])
+            for k, tile in zip(place.maps, self._launcher.kernel.tensor_maps, strict=True):
+                plain[k] = self._launcher.tensor_map(plain[k], tile)
             place.packer.pack_into(self._arguments, 0, *plain, 0, 0)
         except (struct.error, OverflowError, AttributeError, IndexError, TypeError) as error:
             raise self._launcher.complaint(values, error) from None
@@ -324,6 +383,10 @@ class Launch:
 _INVALID_CONTEXT = 201
 
 
+# Tensor maps that a kernel keeps.
+_MOST_MAPS = 4096
+
+
 class Launcher:
     """A kernel, loaded on each GPU at its first launch there. Safe to share among threads."""
 
@@ -333,6 +396,7 @@ class Launcher:
         self.wants_scratch = bool(kernel.global_scratch.size or kernel.profile_scratch.size)
         self._driver = driver
         self._functions: dict[int, int] = {}
+        self._maps: dict[tuple[Any, ...], bytes] = {}
         self._lock = threading.Lock()
         self._local = threading.local()
 
@@ -369,6 +433,20 @@ class Launcher:
         self._local.launches[index] = launch
         return launch
 
+    def tensor_map(self, x: torch.Tensor, tile: TensorMap) -> bytes:
+        """A tensor's map, encoded once: that takes 4 us, and addresses come again."""
+        what = (x.data_ptr(), x.shape, x.stride(), tile)
+        found = self._maps.get(what)
+        if found is None:
+            if len(self._maps) >= _MOST_MAPS:
+                self._maps.clear()
+            found = self._maps[what] = self.driver.tensor_map(x, tile)
+        return found
+
+    def clear(self, counter: torch.Tensor, stream: int) -> None:
+        """Set a counter [1] to 0 before a launch on this stream: a third of torch.zeros' time."""
+        self.driver.clear(counter.data_ptr(), stream)
+
     def allocate(self, scratch: Scratch, programs: int, index: int, stream: int) -> torch.Tensor:
         """Scratch memory for a launch on a stream."""
         size = scratch.size * programs + scratch.alignment
@@ -394,7 +472,7 @@ class Launcher:
 
 def _problem(kind: str, value: Value) -> str:
     """What keeps a value from being passed as a type; "" for nothing."""
-    if kind.startswith("*"):
+    if kind.startswith("*") or kind == _TENSOR_MAP:
         return "" if isinstance(value, torch.Tensor) else f"is a pointer, but got {value!r}"
     if isinstance(value, torch.Tensor):
         return f"is a number, {kind}, but got a tensor"

@@ -127,13 +127,14 @@ def _call(
     program = _program(variant)
     given = dict(zip((c.name for c in program.captures), captured, strict=True))
     bound = bind(program.captures, {}, given, {}, inputs.sizes, q.device)
-    name, why = attention.choose_backend(inputs, None if backend == "auto" else backend)
+    known = _typed(variant, tuple(item.param for item in bound))
+    asked = None if backend == "auto" else backend
+    name, why = attention.choose_backend(known, inputs, bound, asked)
     if name == "eager":
         raise BackendUnavailable(
             f"the oracle is no operator, and is to run this call: {why}",
             hint="call it outside torch.compile, torch.export and torch's dispatch modes",
         )
-    known = _typed(variant, tuple(item.param for item in bound))
     return autograd.take_apart(known, inputs, bound, name)
 
 

@@ -86,6 +86,12 @@ class Typed:
         return all(piece.is_pure for piece in solve(self.given_mask, "i"))
 
     @functools.cached_property
+    def one_range(self) -> bool:
+        """Whether the keys that a query sees are one range, known exactly."""
+        pieces = solve(self.given_mask, "j")
+        return len(pieces) == 1 and pieces[0].is_pure
+
+    @functools.cached_property
     def canonical(self) -> tuple[object, ...]:
         """What decides the kernel: equal for programs that differ in names or formatting only."""
         names = {p.name: f"c{k}" for k, p in enumerate(self.params)}
@@ -137,10 +143,10 @@ _DERIVED = re.compile(
 
 
 @functools.cache
-def names_in_templates(folder: str) -> frozenset[str]:
+def names_in_templates(*folders: str) -> frozenset[str]:
     """The names that the templates and shared steps of a backend use themselves."""
     found = {*keyword.kwlist, *dir(builtins), *INDICES}
-    files = path(f"templates/{folder}").iterdir()
+    files = [file for folder in folders for file in path(f"templates/{folder}").iterdir()]
     for file in sorted(f for f in files if f.suffix in (".py", ".jinja")):
         code = file.read_text(encoding="utf-8")
         code = re.sub(r"^\s*#[%#].*$", "", re.sub(r"{{.*?}}", "x", code), flags=re.MULTILINE)
@@ -154,9 +160,9 @@ def names_in_templates(folder: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def with_kernel_names(program: Typed, folder: str) -> Typed:
+def with_kernel_names(program: Typed, *folders: str) -> Typed:
     """The program with captures renamed that are called like something in the kernel."""
-    taken = names_in_templates(folder)
+    taken = names_in_templates(*folders)
     names = {p.name: p.name for p in program.params}
     for name in names:
         while names[name] in taken or _DERIVED.fullmatch(names[name]):

@@ -20,7 +20,7 @@ def render(template: str, plan: Any, backend: Backend) -> str:
     """The text of `template` for `plan`, with the shared steps that it calls."""
     environment = _environment(backend, plan)
     text = environment.get_template(f"{template}.jinja").render(plan=plan)
-    return _tidy(_with_shared_steps(text, backend.templates))
+    return _tidy(_with_shared_steps(text, _steps_of(backend)))
 
 
 def _environment(backend: Backend, plan: Any) -> jinja2.Environment:
@@ -89,13 +89,20 @@ def _steps(folder: str) -> dict[str, tuple[str, frozenset[str]]]:
     return found
 
 
+def _steps_of(backend: Backend) -> dict[str, tuple[str, frozenset[str]]]:
+    """A backend's own steps, after those that it borrows."""
+    borrowed = _steps(backend.borrowed) if backend.borrowed else {}
+    own = _steps(backend.templates)
+    kept = {name: step for name, step in borrowed.items() if name not in own}
+    return {name: (backend.translate(body), names) for name, (body, names) in kept.items()} | own
+
+
 def _names(node: ast.AST) -> frozenset[str]:
     return frozenset(n.id for n in ast.walk(node) if isinstance(n, ast.Name))
 
 
-def _with_shared_steps(text: str, folder: str) -> str:
+def _with_shared_steps(text: str, steps: dict[str, tuple[str, frozenset[str]]]) -> str:
     """Copy in the steps that the text calls, and those that they call, in tile.py's order."""
-    steps = _steps(folder)
     needed: set[str] = set()
     todo = [_names(ast.parse(text))]
     while todo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import attend_cpu, attend_triton
+from . import attend_cpu, attend_hopper, attend_triton
 from .analysis.tiles import TileMap
 from .binding import ELEMENT_OF, Bound
 from .errors import InputMismatch
@@ -13,7 +13,7 @@ from .plan import Typed, cpu_plan
 from .plan_structure import structure_plan
 from .plan_triton import ELEMENT_BYTES, Options, tiles_of, triton_plan
 from .structure import structure_source
-from .target import parse_target
+from .target import Target, parse_target
 
 _WORDS = {"f16": "f16", "fp16": "f16", "float16": "f16", "bfloat16": "bf16", "fp32": "f32"}
 _WORDS |= {"float32": "f32", "float64": "f64", "half": "f16", "float": "f32"}
@@ -44,8 +44,20 @@ def of_call(program: Typed, inputs: Inputs, bound: tuple[Bound, ...], target: st
         float64 = inputs.q.dtype is torch.float64
         plan = cpu_plan(program, float64=float64, has_kv_lens=inputs.kv_lens is not None)
         return attend_cpu.source(plan)
-    return attend_triton.source(
-        triton_plan(program, attend_triton.options(program, inputs, bound), parse_target(target))
+    found, chosen = parse_target(target), attend_triton.options(program, inputs, bound)
+    if attend_hopper.is_hopper(found) and not attend_hopper.unfit(program, inputs):
+        return _of_hopper(program, chosen, found)
+    return attend_triton.source(triton_plan(program, chosen, found))
+
+
+def _of_hopper(program: Typed, chosen: Options, target: Target) -> str:
+    """The configuration that was compiled, else the one that is tried first."""
+    chosen = attend_hopper.of_options(chosen)
+    kernel = attend_hopper.found(program, chosen, target)
+    return (
+        kernel.text
+        if kernel is not None
+        else attend_hopper.source(attend_hopper.plans(program, chosen, target)[0])
     )
 
 
@@ -71,7 +83,11 @@ def of_shape(
     chosen = options_of_shape(
         program, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, precision=precision
     )
-    return attend_triton.source(triton_plan(program, chosen, parse_target(target)))
+    found = parse_target(target)
+    reason = attend_hopper.unfit_shape(program, dtype, head_dim, v_head_dim)
+    if attend_hopper.is_hopper(found) and not reason:
+        return _of_hopper(program, chosen, found)
+    return attend_triton.source(triton_plan(program, chosen, found))
 
 
 def options_of_shape(

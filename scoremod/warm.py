@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .attend_triton import arguments, forward, options, programs
+from . import attend_hopper, attend_triton
 from .binding import Bound
 from .inputs import Inputs, bound_of, empty_like_q
 from .ir.capture import Kind
@@ -21,9 +21,6 @@ from .plan import Typed
 from .plan_triton import SMALL, Options
 from .structure import Sizes, Structure, structure
 from .tiles import Tiles
-
-# Where `attend_triton.arguments` puts what changes from call to call, after q, k, v, out and lse.
-Q_OFFSET, KV_LENS = 22, 23
 
 Value = Any  # of a capture: a tensor or a number
 KindOfCall = tuple[Any, ...]
@@ -112,11 +109,34 @@ class WarmTiles:
 
 
 @dataclass(frozen=True)
+class Places:
+    """Which argument of a kernel is what changes from call to call."""
+
+    q: int
+    k: int
+    v: int
+    out: int
+    lse: int
+    q_offset: int  # then kv_lens, where there are any, and the captures
+
+    @property
+    def kv_lens(self) -> int:
+        return self.q_offset + 1
+
+
+# In `attend_triton.arguments`, and in `attend_hopper.arguments`.
+PORTABLE = Places(0, 1, 2, 3, 4, 22)
+HOPPER = Places(0, 9, 18, 27, 36, 39)
+COUNTER = 37
+
+
+@dataclass(frozen=True)
 class Warm:
     """What a call of one kind still has to do."""
 
     launcher: Launcher
     grid: tuple[int, int, int]
+    places: Places
     values: tuple[Any, ...]  # the arguments, with holes for what changes
     captures: tuple[int, ...]  # which argument each capture is
     lse_shape: tuple[int, ...]
@@ -124,7 +144,8 @@ class Warm:
     out_like_q: bool
     v_head_dim: int
     device: int
-    tiles: WarmTiles | None
+    tiles: WarmTiles | None = None
+    counter: int | None = None  # an argument in memory that must be 0 at every launch
 
     def __call__(
         self,
@@ -143,16 +164,24 @@ class Warm:
         lse = None if return_lse else self.spare_lse
         if lse is None:
             lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device)
-        values = [q, k, v, out, lse, *self.values]
-        values[Q_OFFSET] = q_offset
+        values, at = list(self.values), self.places
+        values[at.q], values[at.k], values[at.v] = q, k, v
+        values[at.out], values[at.lse] = out, lse
+        values[at.q_offset] = q_offset
         if kv_lens is not None:
-            values[KV_LENS] = kv_lens
+            values[at.kv_lens] = kv_lens
         for position, value in zip(self.captures, captures, strict=True):
             values[position] = value
         if self.tiles is not None:
             values += self.tiles.arguments(tiles, q.device, values, q_offset, kv_lens, captures)
-        launch = self.launcher.prepare(values, self.device)
-        launch.launch(self.grid, current_stream(self.device))
+        stream = current_stream(self.device)
+        if self.counter is not None:
+            values[self.counter] = drawn = attend_hopper.counter(q.device)
+            launch = self.launcher.prepare(values, self.device)
+            self.launcher.clear(drawn, stream)
+        else:
+            launch = self.launcher.prepare(values, self.device)
+        launch.launch(self.grid, stream)
         return (out, lse) if return_lse else out
 
 
@@ -161,10 +190,10 @@ class Warm:
 SPARE_LSE = 2**16
 
 
-def warm(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Warm | None:
+def warm_portable(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Warm | None:
     """What calls like this one will do; None where a call has to convert something each time."""
-    chosen = options(program, inputs, bound)
-    ready = forward(program, chosen, inputs.q.device)
+    chosen = attend_triton.options(program, inputs, bound)
+    ready = attend_triton.forward(program, chosen, inputs.q.device)
     tensors = (inputs.q, inputs.k, inputs.v)
     if any(x.stride(3) != 1 for x in tensors) or not isinstance(ready.launcher, Launcher):
         return None
@@ -172,28 +201,68 @@ def warm(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Warm | Non
         inputs.kv_lens.dtype is not torch.int32 or inputs.kv_lens.stride() != (1,)
     ):
         return None
+    if inputs.q.device.index != torch.cuda.current_device():
+        return None
+    out, lse = outputs(inputs)
+    return Warm(
+        ready.launcher,
+        (attend_triton.programs(ready.block_m, inputs), 1, 1),
+        PORTABLE,
+        _without_tensors(attend_triton.arguments(inputs, bound, out, lse)),
+        _positions(PORTABLE, inputs, bound),
+        **_about(inputs, out, lse),
+        tiles=_warm_tiles(program, chosen, inputs, bound, (ready.block_m, ready.block_n)),
+    )
+
+
+def warm_hopper(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Warm | None:
+    """The same for the Hopper backend."""
     device = inputs.q.device.index
     if device != torch.cuda.current_device():
         return None
-    out = empty_like_q(inputs.q, inputs.v.shape[3])
-    lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device=inputs.q.device)
-    like_q = torch.empty_like(inputs.q)
+    chosen = attend_hopper.options(program, inputs, bound)
+    ready = attend_hopper.forward(program, chosen, inputs.q.device)
+    turns = attend_hopper.turns_of(ready.block_m, inputs)
+    grid = attend_hopper.programs(turns, device)
+    out, lse = outputs(inputs)
+    counter = attend_hopper.counter(inputs.q.device)
+    values = _without_tensors(attend_hopper.arguments(inputs, bound, out, lse, counter))
     return Warm(
         ready.launcher,
-        (programs(ready.block_m, inputs), 1, 1),
-        # Without the tensors of this call, which would be kept alive.
-        tuple(
-            None if isinstance(x, torch.Tensor) else x
-            for x in arguments(inputs, bound, out, lse)[5:]
-        ),
-        _positions(inputs, bound),
-        tuple(lse.shape),
-        lse if 4 * lse.numel() <= SPARE_LSE else None,
-        (like_q.shape, like_q.stride()) == (out.shape, out.stride()),
-        inputs.v.shape[3],
-        device,
-        _warm_tiles(program, chosen, inputs, bound, (ready.block_m, ready.block_n)),
+        (grid, 1, 1),
+        HOPPER,
+        # A counter that nobody reads stays.
+        (*values[:COUNTER], counter, *values[COUNTER + 1 :]),
+        _positions(HOPPER, inputs, bound),
+        **_about(inputs, out, lse),
+        counter=COUNTER if turns > grid else None,
     )
+
+
+WARM = {"triton": warm_portable, "hopper": warm_hopper}
+
+
+def outputs(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """An out and an lse for a call."""
+    lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device=inputs.q.device)
+    return empty_like_q(inputs.q, inputs.v.shape[3]), lse
+
+
+def _without_tensors(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments without the tensors of this call, which would be kept alive."""
+    return tuple(None if isinstance(x, torch.Tensor) else x for x in values)
+
+
+def _about(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> dict[str, Any]:
+    """The fields of `Warm` about outputs and device."""
+    like_q = torch.empty_like(inputs.q)
+    return {
+        "lse_shape": tuple(lse.shape),
+        "spare_lse": lse if 4 * lse.numel() <= SPARE_LSE else None,
+        "out_like_q": (like_q.shape, like_q.stride()) == (out.shape, out.stride()),
+        "v_head_dim": inputs.v.shape[3],
+        "device": inputs.q.device.index,
+    }
 
 
 def _warm_tiles(
@@ -208,8 +277,9 @@ def _warm_tiles(
     mask, sizes = program.only_mask, Sizes.of(inputs)
     captures = bound_of(mask, bound)
     of_call = tuple(k for k, x in enumerate(bound) if x.param in mask.params)
-    places = [*range(Q_OFFSET, KV_LENS + (inputs.kv_lens is not None))]
-    starts = _positions(inputs, bound)
+    places = [PORTABLE.q_offset]
+    places += [PORTABLE.kv_lens] if inputs.kv_lens is not None else []
+    starts = _positions(PORTABLE, inputs, bound)
     for k in of_call:
         places += range(starts[k], starts[k] + _width(bound[k]))
     how = structure(mask, chosen, sizes, blocks, inputs.q.device)
@@ -217,9 +287,9 @@ def _warm_tiles(
     return WarmTiles(how, tuple(places), mask, chosen, sizes, blocks, without, of_call)
 
 
-def _positions(inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[int, ...]:
+def _positions(places: Places, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[int, ...]:
     """The argument that is each capture's value or pointer."""
-    position = KV_LENS + (inputs.kv_lens is not None)
+    position = places.kv_lens + (inputs.kv_lens is not None)
     found = []
     for item in bound:
         found.append(position)

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scoremod import cache
-from scoremod.backends.compile_triton import Kernel, Scratch
+from scoremod.backends.compile_triton import Kernel, Scratch, TensorMap
 from scoremod.cache import SUFFIX, Cache, CacheWarning, Damaged, key, pack, unpack
 from scoremod.plan_triton import Argument
 from scoremod.target import Target
@@ -44,6 +44,8 @@ def kernel(number: int = 0, size: int = 1000) -> Kernel:
         spills=0,
         text=f"# kernel {number}\n",
         triton="3.6.0",
+        tensor_maps=(TensorMap("bf16", (1, 1, 64, 64), 3),),
+        notes=("128 queries by 128 keys: taken",),
     )
 
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from scoremod import launch as launching
-from scoremod.backends.compile_triton import Kernel, Scratch, compile_kernel
+from scoremod.backends.compile_triton import Kernel, Scratch, TensorMap, compile_kernel
 from scoremod.errors import BackendUnavailable, InputMismatch
 from scoremod.launch import CudaDriver, HipLauncher, Launcher, bfloat16_bits, launcher, layout
 from scoremod.plan_triton import Argument
 from scoremod.target import Target, parse_target
 
 KINDS = "i1 i8 u8 i16 u16 i32 u32 i64 u64 fp16 bf16 fp32 fp64 *bf16 *i32".split()
-LETTERS = dict(zip(KINDS, "?bBhHiIqQeHfdQQ", strict=True))
+LETTERS = {**dict(zip(KINDS, "?bBhHiIqQeHfdQQ", strict=True)), "tensormap": "128s"}
 
 
 def kernel(*kinds: str, **fields: object) -> Kernel:
@@ -55,6 +55,8 @@ class FakeDriver:
     loads: list[int] = field(default_factory=list)
     binds: list[int] = field(default_factory=list)
     calls: list[SimpleNamespace] = field(default_factory=list)
+    maps: list[int] = field(default_factory=list)
+    cleared: list[tuple[int, int]] = field(default_factory=list)
 
     def device(self) -> int:
         return self.index
@@ -75,7 +77,7 @@ class FakeDriver:
         values = []
         for letter, address in zip(letters, addresses, strict=True):
             size = struct.calcsize(letter)
-            assert address % size == 0
+            assert address % min(size, 64) == 0
             values += struct.unpack(f"={letter}", ctypes.string_at(address, size))
         self.calls.append(
             SimpleNamespace(
@@ -91,6 +93,13 @@ class FakeDriver:
             )
         )
         return self.codes.pop(0) if self.codes else 0
+
+    def tensor_map(self, x: torch.Tensor, tile: TensorMap) -> bytes:
+        self.maps.append(x.data_ptr())
+        return x.data_ptr().to_bytes(8, "little") + bytes(tile.box) + bytes(120 - len(tile.box))
+
+    def clear(self, address: int, stream: int) -> None:
+        self.cleared.append((address, stream))
 
     def error(self, code: int) -> str:
         return f"CUDA_ERROR_{code}"
@@ -197,6 +206,43 @@ def test_scratch_is_allocated_by_program_and_aligned(monkeypatch: pytest.MonkeyP
     for address, memory, size in zip(call.scratch, made, (1200, 36), strict=True):
         assert memory.data_ptr() <= address <= memory.data_ptr() + memory.numel() - size
     assert call.scratch[0] % 128 == 0
+
+
+def test_a_tensor_map_lies_at_64_bytes_and_is_encoded_once() -> None:
+    tiles = (TensorMap("bf16", (1, 1, 64, 32), 3), TensorMap("bf16", (1, 1, 16, 8), 2))
+    launch, driver = ready("i32", "tensormap", "i8", "tensormap", tensor_maps=tiles)
+    x, y = (torch.empty(1, 1, 8, 64, dtype=torch.bfloat16) for _ in range(2))
+    for values in ((1, x, 2, y), (1, x, 3, y), (1, y, 3, y)):
+        launch.launch((1, 1, 1), 0, values)
+        found = driver.calls[-1]
+        assert all(found.addresses[k] % 64 == 0 for k in (1, 3))
+        assert found.values[0] == values[0] and found.values[2] == values[2]
+        for k, tile in ((1, tiles[0]), (3, tiles[1])):
+            address = int.from_bytes(found.values[k][:8], "little")
+            assert address == values[k].data_ptr()
+            assert found.values[k][8:12] == bytes(tile.box)
+    assert driver.maps == [x.data_ptr(), y.data_ptr(), y.data_ptr()]
+
+
+def test_a_tensor_map_of_another_shape_is_another_one() -> None:
+    launch, driver = ready("tensormap", tensor_maps=(TensorMap("bf16", (1, 1, 8, 8), 3),))
+    x = torch.empty(2, 2, 8, 64)
+    for view in (x, x[:1], x.transpose(0, 1), x):
+        launch.launch((1, 1, 1), 0, (view,))
+    assert len(driver.maps) == 3
+
+
+def test_a_counter_is_cleared_on_the_stream_of_its_launch() -> None:
+    launch, driver = ready("*i32")
+    counter = torch.ones(1, dtype=torch.int32)
+    launch.clear(counter, 77)
+    assert driver.cleared == [(counter.data_ptr(), 77)]
+
+
+def test_a_number_is_no_tensor_map() -> None:
+    launch, _ = ready("tensormap", tensor_maps=(TensorMap("bf16", (1, 1, 8, 8), 3),))
+    with pytest.raises(InputMismatch, match="`a0` of kernel `attention_fwd` is a pointer"):
+        launch.launch((1, 1, 1), 0, (5,))
 
 
 # -- threads and devices -----------------------------------------------------------------------

@@ -14,6 +14,8 @@ import pytest
 import scoremod
 from scoremod import parse, variants
 from scoremod.attend_cpu import source as cpu_source
+from scoremod.attend_hopper import of_options, plans
+from scoremod.attend_hopper import source as hopper_source
 from scoremod.attend_triton import source as triton_source
 from scoremod.backends.triton import TRITON
 from scoremod.backward_cpu import source as cpu_backward_source
@@ -26,6 +28,7 @@ from scoremod.plan import (
     cpu_plan,
     typed,
 )
+from scoremod.plan_hopper import HopperPlan
 from scoremod.plan_structure import StructurePlan, structure_plan
 from scoremod.plan_triton import Options, TritonPlan, triton_plan
 from scoremod.plan_triton_backward import BackwardPlan, DeltaPlan, PlacesPlan
@@ -69,6 +72,7 @@ def test_a_template_only_writes_a_plan_down(template: Path) -> None:
 PLANS: dict[str, type[Any]] = {
     "cpu/attention_bwd.py": CpuBackwardPlan,
     "cpu/attention_fwd.py": CpuPlan,
+    "hopper/attention_fwd.py": HopperPlan,
     "triton/attention_fwd.py": TritonPlan,
     "triton/attention_bwd_delta.py": DeltaPlan,
     "triton/attention_bwd_diagonals.py": BackwardPlan,
@@ -140,10 +144,19 @@ def texts(variant: Any) -> list[str]:
         for options in OPTIONS:
             options = replace(options, stored=not known.half_lines)
             found.append(triton_source(triton_plan(known, options, target)))
+            if target.arch == "90" and known.one_range and options.dtype != "f32":
+                chosen = replace(of_options(options), has_kv_lens=False)
+                made = plans(known, replace(chosen, head_dim=64, v_head_dim=128), target)
+                found += [hopper_source(plan) for plan in made[:2]]
             if options.stored:
                 structure = structure_plan(known, options, target, 64, 32)
                 found.append(render("tile_structure.py", structure, TRITON))
     return found
+
+
+GLUON = {"triton.experimental", "triton.experimental.gluon"}
+GLUON |= {"triton.experimental.gluon.language.nvidia.hopper"}
+TRITON_MODULES = ({"triton", "triton.language"}, GLUON, GLUON | {"triton.language"})
 
 
 @pytest.mark.parametrize("said", SAID)
@@ -151,8 +164,8 @@ def test_rendered_text_is_python_that_needs_nothing_else(said: str) -> None:
     for text in texts(SAID[said]):
         tree = ast.parse(text)
         imported = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
-        modules = {alias.name for n in imported for alias in n.names}
-        assert modules in ({"torch"}, {"triton", "triton.language"})
+        modules = {getattr(n, "module", n.names[0].name) for n in imported}
+        assert modules in ({"torch"}, *TRITON_MODULES)
         assert undefined(tree) == set()
 
 

@@ -18,3 +18,5 @@ class Backend:
     define: Callable[[DeviceFunction, Any], str]  # a device function of a plan as text
     names: Callable[[Sequence[Param]], list[str]]  # the arguments that captures become
     compile: Callable[..., Any]
+    borrowed: str = ""  # a folder whose shared steps serve too, once translated
+    translate: Callable[[str], str] = str

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import io
 import re
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +35,15 @@ class Scratch:
 
     size: int = 0
     alignment: int = 1
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """How TMA copies tiles of a tensor, as cuTensorMapEncodeTiled takes it."""
+
+    element: str  # f16 or bf16
+    box: tuple[int, ...]  # of the copies that a tile is made of, the last dimension last
+    swizzle: int  # CUtensorMapSwizzle
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,8 @@ class Kernel:
     spills: int  # bytes of memory per thread in place of registers
     text: str
     triton: str  # its version
+    tensor_maps: tuple[TensorMap, ...] = ()  # of the arguments of type `tensormap`, in order
+    notes: tuple[str, ...] = ()  # which configurations were tried, and why one was taken
 
 
 # Every option whose default a Triton release or an environment variable may change. A release
@@ -105,23 +118,70 @@ def compile_kernel(
     `even` that q_len and kv_len are multiples of 16 (which saves 87 of 255 registers at head dim
     128).
     """
-    options = {
-        **_OPTIONS,
-        **_TARGET_OPTIONS.get(target.kind, {}),
-        "num_warps": num_warps,
-        "num_stages": num_stages,
-        "enable_fp_fusion": fp_fusion,
-    }
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fp_fusion}
+
+    def source(function: Any) -> Any:
+        return _source(function, arguments, constants, aligned=aligned, even=even)
+
+    compiled = compiled_text(text, entry, source, target, options)
+    return kernel_of(compiled, text, target, arguments, constants)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What Triton made of a text."""
+
+    metadata: Any
+    image: bytes
+    report: Report  # its warnings are ptxas's
+
+
+def compiled_text(
+    text: str,
+    entry: str,
+    source: Callable[[Any], Any],
+    target: Target,
+    options: Mapping[str, Any],
+) -> Compiled:
+    """Compile the jit function `entry` of `text`; `source` says how Triton is to read it."""
+    known = {**_OPTIONS, **_TARGET_OPTIONS.get(target.kind, {}), **options}
     with _LOCK, _settings() as folder:
-        function = getattr(load_text(text, folder), entry)
-        source = _source(function, arguments, constants, aligned=aligned, even=even)
-        compiled = _compile(source, target, options)
-        report = code_report(compiled.asm["amdgcn" if target.kind == "hip" else "cubin"])
+        said = _Overheard()
+        with contextlib.redirect_stdout(said):
+            made = _compile(source(getattr(load_text(text, folder), entry)), target, known)
+        report = code_report(made.asm["amdgcn" if target.kind == "hip" else "cubin"])
+    return Compiled(
+        made.metadata, made.kernel, replace(report, warnings=complaints(said.getvalue()))
+    )
+
+
+class _Overheard(io.StringIO):
+    """What this thread prints; other threads print where they did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread, self._stdout = threading.get_ident(), sys.stdout
+
+    def write(self, text: str) -> int:
+        if threading.get_ident() == self._thread:
+            return super().write(text)
+        return self._stdout.write(text)
+
+
+def kernel_of(
+    compiled: Compiled,
+    text: str,
+    target: Target,
+    arguments: Sequence[Argument],
+    constants: Mapping[str, int],
+    tensor_maps: tuple[TensorMap, ...] = (),
+) -> Kernel:
+    """A compiled text with what its launch must know."""
     metadata = compiled.metadata
     return Kernel(
         entry=metadata.name,
         target=target,
-        image=compiled.kernel,
+        image=compiled.image,
         arguments=tuple(Argument(a.name, a.type) for a in arguments),
         global_scratch=_scratch(metadata, "global"),
         profile_scratch=_scratch(metadata, "profile"),
@@ -129,10 +189,11 @@ def compile_kernel(
         num_warps=metadata.num_warps,
         cluster=(metadata.num_ctas, 1, 1),
         shared=metadata.shared,
-        registers=report.registers,
-        spills=report.spills,
+        registers=compiled.report.registers,
+        spills=compiled.report.spills,
         text=text,
         triton=triton_version(),
+        tensor_maps=tensor_maps,
     )
 
 
@@ -166,9 +227,11 @@ def _settings() -> Iterator[Path]:
         tempfile.TemporaryDirectory(prefix="scoremod-", ignore_cleanup_errors=True) as folder,
         knobs.compilation.scope(),
         knobs.cache.scope(),
+        knobs.nvidia.scope(),
         knobs.runtime.scope(),
     ):
         knobs.compilation.disable_line_info = True
+        knobs.nvidia.dump_ptxas_log = True  # `compiled_text` reads it
         knobs.cache.dir = folder
         knobs.runtime.override_arch = None
         yield Path(folder)
@@ -264,12 +327,16 @@ def ptxas_report(ptx: str) -> Report:
     architecture = _first(r"\.target (sm_\w+)", ptx)
     tool = get_ptxas(int(_first(r"(\d+)", architecture))).path
     said = _run([tool, "-v", f"--gpu-name={architecture}", "-o", "/dev/null"], ptx.encode(), "ptx")
-    complaints = re.findall(r"^(?:ptxas)?.*(?:warning|\(C\d+\)).*$", said, re.MULTILINE)
     return Report(
         int(_first(r"Used (\d+) registers", said)),
         int(_first(r"(\d+) bytes spill stores", said)),
-        tuple(complaints),
+        complaints(said),
     )
+
+
+def complaints(said: str) -> tuple[str, ...]:
+    """The lines in which ptxas warns, or notes that it serialises products."""
+    return tuple(re.findall(r"^(?:ptxas)?.*(?:warning|\(C\d+\)).*$", said, re.MULTILINE))
 
 
 def _cubin_report(cubin: bytes) -> Report:
@@ -280,6 +347,27 @@ def _cubin_report(cubin: bytes) -> Report:
     usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said)
     assert usage is not None, said
     return Report(int(usage[1]), int(usage[2]) + int(usage[3]))
+
+
+def softmax_loops(cubin: bytes) -> tuple[tuple[str, ...], ...]:
+    """The instructions of each loop over kv tiles: products on wgmma, and exponentials."""
+    from triton import knobs
+
+    said = _run([knobs.nvidia.nvdisasm.path, "-c"], cubin, "cubin").splitlines()
+    labels = {m[1]: k for k, line in enumerate(said) if (m := re.match(r"\s*(\.L_\w+):", line))}
+    spans = []
+    for end, line in enumerate(said):
+        target = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", line)
+        start = labels.get(target[1], end) if target else end
+        body = "\n".join(said[start:end])
+        if "HGMMA" in body and "MUFU.EX2" in body:
+            spans.append((end - start, start, end))
+    # A branch back out of a block that stands elsewhere looks like a loop too, but a longer one.
+    kept: list[tuple[int, int]] = []
+    for _, start, end in sorted(spans):
+        if all(end < a or b < start for a, b in kept):
+            kept.append((start, end))
+    return tuple(tuple(said[a : b + 1]) for a, b in sorted(kept))
 
 
 def _amd_report(assembly: str) -> Report:

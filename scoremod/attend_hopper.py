@@ -1,0 +1,239 @@
+"""Run the Hopper backend: which calls it takes, the kernel for a call, its launch.
+
+Everything else is the portable backend's; `unsupported` says why, in words for `explain`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from . import attend_triton
+from .attend_triton import SHORT, in_float32, on_device
+from .backends.compile_hopper import compile_plan
+from .backends.compile_triton import Kernel
+from .backends.hopper import HOPPER
+from .binding import ELEMENT_OF, Bound
+from .blocks import Blocks
+from .cache import CACHE, fingerprint, key
+from .errors import BackendUnavailable
+from .inputs import Inputs, empty_like_q, shared_values
+from .ir.expr import TRUE
+from .launch import Launcher, current_stream
+from .launch import device as gpu
+from .plan import Typed
+from .plan_hopper import HopperPlan, configs_of, hopper_plan
+from .plan_triton import Options
+from .render import render
+from .target import Target
+
+ARCH = "90"
+# Head dims are padded to 64, 128 or 256: below, most of a tile would be padding.
+HEAD_DIMS = range(40, 257, 8)  # 8 elements of 16 bits are the 16 bytes that TMA counts in
+
+
+def unsupported(program: Typed, inputs: Inputs) -> str:
+    """Why the portable backend has to run a call; "" for no reason."""
+    if inputs.q.device.type != "cuda":
+        return "the tensors are not on a GPU"
+    target = gpu(inputs.q.device.index)
+    if not is_hopper(target):
+        return f"the GPU is {target}, not cuda:{ARCH}"
+    return unfit(program, inputs)
+
+
+def is_hopper(target: Target) -> bool:
+    return (target.kind, target.arch) == ("cuda", ARCH)
+
+
+def unfit(program: Typed, inputs: Inputs) -> str:
+    """What about a call does not suit these kernels, on whatever GPU; "" for nothing."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    reason = unfit_shape(program, ELEMENT_OF[q.dtype], q.shape[3], v.shape[3])
+    if reason:
+        return reason
+    if 0 in (*q.shape, *k.shape):
+        return "there is nothing to copy"
+    if q.shape[2] <= SHORT:
+        return f"{q.shape[2]} queries would leave most of a tile idle"
+    if inputs.kv_lens is not None:
+        return "kv_lens: TMA would copy keys beyond them"
+    if isinstance(inputs.tiles, Blocks):
+        return "tiles= is a list of blocks"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not _copyable(x):
+            return f"TMA cannot copy {name}: its strides are {x.stride()}"
+    return ""
+
+
+def unfit_shape(program: Typed, element: str, head_dim: int, v_head_dim: int) -> str:
+    """The same of what a kernel is made for."""
+    if element not in ("f16", "bf16"):
+        return f"its products are of 16-bit floats, not of {element}"
+    if not {head_dim, v_head_dim} <= set(HEAD_DIMS):
+        return f"head dims {head_dim} and {v_head_dim} are not multiples of 8 from 40 to 256"
+    if not program.one_range:
+        return "the mask is not one range of keys"
+    return ""
+
+
+def _copyable(x: torch.Tensor) -> bool:
+    """Whether rows begin at multiples of 16 bytes and no two are the same memory."""
+    strides = (s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1)
+    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s and s % 8 == 0 for s in strides)
+
+
+def options(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Options:
+    """The kernel variant that serves a call: what portable kernels are specialised for, less."""
+    return of_options(attend_triton.options(program, inputs, bound))
+
+
+def of_options(chosen: Options) -> Options:
+    """Options of a portable kernel without what makes no difference here."""
+    return replace(chosen, aligned=True, even=False)
+
+
+# -- kernels -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A kernel that can be launched."""
+
+    launcher: Launcher
+    block_m: int
+
+
+# Kernels found so far, by what decides them and where they run, and why there is none.
+_READY: dict[tuple[object, ...], Ready] = {}
+_REFUSED: dict[tuple[object, ...], str] = {}
+
+
+def refusal(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> str:
+    """Why a call that fits has no kernel, which is compiled to know it; "" if it has one."""
+    chosen = options(program, inputs, bound)
+    what = (program.canonical, chosen, inputs.q.device)
+    if what not in _REFUSED:
+        try:
+            forward(program, chosen, inputs.q.device)
+        except BackendUnavailable as error:
+            _REFUSED[what] = error.message.partition("\n")[0]
+    return _REFUSED.get(what, "")
+
+
+def forward(program: Typed, chosen: Options, device: torch.device) -> Ready:
+    """The attention kernel for a device."""
+    ready = _READY.get((program.canonical, chosen, device))
+    if ready is None:
+        kernel = store(program, chosen, gpu(device.index))
+        ready = Ready(Launcher(kernel), dict(kernel.constants)["BLOCK_M"])
+        _READY[program.canonical, chosen, device] = ready
+    return ready
+
+
+def store(program: Typed, chosen: Options, target: Target) -> Kernel:
+    """The kernel of a call, from the cache or compiled into it; needs no GPU."""
+    name = _key(program, chosen, target)
+    return CACHE.get_or_compile(name, lambda: compile_forward(program, chosen, target))
+
+
+def found(program: Typed, chosen: Options, target: Target) -> Kernel | None:
+    """The kernel of a call, if it was compiled before."""
+    return CACHE.find(_key(program, chosen, target))
+
+
+def _key(program: Typed, chosen: Options, target: Target) -> str:
+    return key(fingerprint(), ("hopper", program.canonical, chosen), target)
+
+
+def compile_forward(program: Typed, chosen: Options, target: Target) -> Kernel:
+    """Compile the first configuration that the assembler takes as it was meant."""
+    notes: list[str] = []
+    for plan in plans(program, chosen, target):
+        kernel, complaint = compile_plan(plan, source(plan))
+        notes.append(f"{plan.config}: {complaint or 'taken'}")
+        if not complaint:
+            return replace(kernel, notes=tuple(notes))
+    raise BackendUnavailable(
+        f"no configuration of `{program.name}` suits {target}: {'; '.join(notes)}",
+        hint="backend='triton' runs it",
+    )
+
+
+def plans(program: Typed, chosen: Options, target: Target) -> list[HopperPlan]:
+    """The plans to try, the best first."""
+    configs = configs_of(chosen, masked=program.mask != TRUE)
+    return [hopper_plan(program, chosen, target, config) for config in configs]
+
+
+def source(plan: HopperPlan) -> str:
+    """The kernel's text."""
+    return render("attention_fwd.py", plan, HOPPER)
+
+
+# -- the call ----------------------------------------------------------------------------------
+
+
+def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[Any, Any]:
+    """Attention on an sm_90 GPU: (out, lse)."""
+    reason = unsupported(program, inputs)
+    if reason:
+        raise BackendUnavailable(f"backend='hopper' cannot run this call: {reason}")
+    with on_device(inputs.q):
+        device = inputs.q.device
+        ready = forward(program, options(program, inputs, bound), device)
+        out = empty_like_q(inputs.q, inputs.v.shape[3])
+        lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device=device)
+        turns = turns_of(ready.block_m, inputs)
+        grid = programs(turns, device.index)
+        drawn, stream = counter(device), current_stream(device.index)
+        launch = ready.launcher.prepare(arguments(inputs, bound, out, lse, drawn))
+        if turns > grid:
+            ready.launcher.clear(drawn, stream)
+        launch.launch((grid, 1, 1), stream)
+    return out, lse
+
+
+def turns_of(block_m: int, inputs: Inputs) -> int:
+    """How many q tiles there are, of all heads."""
+    batch, q_heads, q_len, _ = inputs.q.shape
+    return -(-q_len // block_m) * batch * q_heads
+
+
+def programs(turns: int, device: int) -> int:
+    """One program per multiprocessor; each takes its shared memory."""
+    return min(turns, multiprocessors(device))
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.multi_processor_count)
+
+
+def counter(device: torch.device) -> torch.Tensor:
+    """What programs draw their next turn from, to be cleared; unread where each has one turn.
+
+    Each call has its own, as calls on several streams and CUDA graphs may run at once.
+    """
+    return torch.empty(1, dtype=torch.int32, device=device)
+
+
+def arguments(
+    inputs: Inputs, bound: tuple[Bound, ...], out: torch.Tensor, lse: torch.Tensor, drawn: Any
+) -> list[Any]:
+    """The run-time arguments, in the order of the kernel's."""
+    values: list[Any] = []
+    for x in (inputs.q.detach(), inputs.k.detach(), inputs.v.detach(), out):
+        values += described(x)
+    values += [lse, drawn, in_float32(inputs.scale)]
+    return values + shared_values(inputs.q_offset, inputs.kv_lens, bound)
+
+
+def described(x: torch.Tensor) -> Sequence[Any]:
+    """A tensor as the kernel takes it: its map, its shape and its strides."""
+    return (x, *x.shape, *x.stride())

@@ -1,0 +1,108 @@
+"""Compile rendered Gluon text to machine code, and judge what the assembler says of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import BackendUnavailable
+from ..plan_hopper import HopperPlan
+from ..plan_hopper import TensorMap as PlannedMap
+from ..plan_triton import Argument
+from .compile_triton import (
+    Compiled,
+    Kernel,
+    TensorMap,
+    compiled_text,
+    kernel_of,
+    softmax_loops,
+)
+from .triton import fp_fusion
+
+ENTRY = "attention_fwd"
+# Accesses to spilled registers a kv tile that were not felt: 8 did not show, 35 cost 22 % (of a
+# backward of head dim 128, H200). What is spilled outside of the loops costs nothing.
+SPILLS = 8
+# From here on no configuration helps, and trying each takes minutes; 70 were cured by 64 keys.
+HOPELESS = 200
+# ptxas' notes about products that it runs one after the other.
+_SERIALISED = re.compile(r"C75\d\d|serializ", re.IGNORECASE)
+_SPILL = re.compile(r"\b(LDL|STL)\b")
+
+
+def compile_plan(plan: HopperPlan, text: str) -> tuple[Kernel, str]:
+    """The kernel of a plan, and what is wrong with it: "" for nothing."""
+    options = {"num_warps": 4, "enable_fp_fusion": fp_fusion(plan)}
+    compiled = compiled_text(text, ENTRY, lambda f: _source(f, plan), plan.target, options)
+    maps = tuple(
+        _tensor_map(made, plan.options.dtype) for made in compiled.metadata.tensordesc_meta
+    )
+    kernel = kernel_of(compiled, text, plan.target, launched(plan), constants(plan), maps)
+    return kernel, complaint(compiled, plan)
+
+
+def complaint(compiled: Compiled, plan: HopperPlan) -> str:
+    """Why another configuration should be tried; "" for no reason."""
+    if compiled.metadata.shared > plan.target.shared:
+        return f"{compiled.metadata.shared} bytes of shared memory"
+    serialised = [w for w in compiled.report.warnings if _SERIALISED.search(w)]
+    if serialised:
+        return "its products would run one after the other"
+    spilled = spills_in_loops(compiled.image) if compiled.report.spills else 0
+    if spilled > HOPELESS:
+        raise BackendUnavailable(
+            f"`{plan.score.name if plan.score else ENTRY}` needs more registers than a consumer "
+            f"has: {spilled} accesses to spilled ones a kv tile",
+            hint="backend='triton' runs it",
+        )
+    if spilled > SPILLS:
+        return f"{spilled} accesses to spilled registers a kv tile"
+    return ""
+
+
+def spills_in_loops(cubin: bytes) -> int:
+    """The most loads and stores of spilled registers in a loop over kv tiles."""
+    counts = [sum(bool(_SPILL.search(x)) for x in loop) for loop in softmax_loops(cubin)]
+    return max(counts, default=0)
+
+
+def constants(plan: HopperPlan) -> dict[str, int]:
+    """What the kernel's text holds and its launch must know."""
+    return {"BLOCK_M": plan.config.block_m, "BLOCK_N": plan.config.block_n}
+
+
+def launched(plan: HopperPlan) -> tuple[Argument, ...]:
+    """The arguments as they are passed: a tensor is its map, then its shape and its strides."""
+    found = []
+    for tensor in plan.tensor_maps:
+        found.append(Argument(tensor.name, "tensormap"))
+        found += [Argument(f"{tensor.name}_size_{k}", "i32") for k in range(4)]
+        found += [Argument(f"{tensor.name}_stride_{k}", "i64") for k in range(4)]
+    return (*found, *plan.arguments)
+
+
+def _source(function: Any, plan: HopperPlan) -> Any:
+    """What Gluon compiles: the function and the types of its arguments."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    types = {m.name: _descriptor_type(m) for m in plan.tensor_maps}
+    types |= {a.name: a.type for a in plan.arguments}
+    if list(types) != list(function.arg_names):
+        raise BackendUnavailable(
+            f"the plan and the text of `{ENTRY}` differ in their arguments",
+            hint="this is a defect of scoremod, not of the variant",
+        )
+    return GluonASTSource(function, types)
+
+
+def _descriptor_type(tensor: PlannedMap) -> str:
+    """Triton's type of a tensor map with the layout of its tiles in shared memory."""
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout(tensor.swizzle, 16, rank=4)
+    return f"tensordesc<{tensor.element}[1, 1, {tensor.rows}, {tensor.head_dim}],{layout!r}>"
+
+
+def _tensor_map(made: Mapping[str, Any], element: str) -> TensorMap:
+    return TensorMap(element, tuple(made["block_size"]), made["swizzle"])

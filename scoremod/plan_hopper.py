@@ -1,0 +1,302 @@
+"""The decisions of the Hopper forward: which calls it takes, and the configurations to try.
+
+A configuration is a tile, its consumer warpgroups and how they overlap products and softmax. The
+first of a table that the assembler takes without serialising its products or spilling is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .analysis.ranges import solve
+from .ir.expr import capture, index, postorder, substitute
+from .ir.ops import Op, Type
+from .passes.fold import base2
+from .plan import DeviceFunction, Param, Typed, with_kernel_names
+from .plan_triton import (
+    ELEMENT_BYTES,
+    POINTER_TYPE,
+    Argument,
+    Options,
+    kv_range,
+    scalars_in_memory,
+    shared_arguments,
+)
+from .target import Target
+
+# Queries of a consumer warpgroup: the m of a wgmma. Registers of a thread, by its warpgroup; the
+# producer's warp is padded to a warpgroup. 64 K registers are all that a multiprocessor has.
+WARPGROUP_ROWS = 64
+REGISTERS = {2: (240, 24), 3: (160, 32)}
+PRODUCER_WARPS = 1
+# Heads whose q tiles take turns where q tiles differ in length: their k and v stay in L2 together.
+# 8 is best of 2, 8 and 32 (causal, head dim 128, H200: 2 is 7 % slower, 32 is 13 %).
+HEADS_TOGETHER = 8
+
+
+@dataclass(frozen=True)
+class Config:
+    """A tile of the forward, and how consumers overlap what they do."""
+
+    block_m: int  # queries of all consumers
+    block_n: int
+    consumers: int  # warpgroups
+    stages: int  # of k and of v
+    one_loop: bool  # an `if` around the mask in place of a loop for partial tiles
+    convert_early: bool  # p becomes 16 bit before the loop's edge: fewer registers
+    ping_pong: bool  # consumers take turns to issue products
+
+    def __str__(self) -> str:
+        words = [f"{self.block_m} queries by {self.block_n} keys", f"{self.consumers} consumers"]
+        words += [f"{self.stages} stages"]
+        words += ["one loop"] if self.one_loop else []
+        words += ["p converted early"] if self.convert_early else []
+        words += ["ping-pong"] if self.ping_pong else []
+        return ", ".join(words)
+
+
+# The best of a head dim, and what gives up some speed for registers.
+_WIDE = Config(192, 128, 3, 3, one_loop=True, convert_early=True, ping_pong=True)
+_PAIR = Config(128, 128, 2, 2, one_loop=False, convert_early=False, ping_pong=False)
+_PAIR_IN_TURNS = replace(_PAIR, ping_pong=True)
+_NARROW = replace(_PAIR, block_n=64)
+_LAST = Config(128, 32, 2, 2, one_loop=False, convert_early=True, ping_pong=False)
+
+
+def _and_lighter(*configs: Config) -> tuple[Config, ...]:
+    """Configurations, then the last of them with p converted early, then with fewer keys."""
+    early = replace(configs[-1], convert_early=True)
+    return tuple(
+        dict.fromkeys((*configs, early, replace(early, block_n=early.block_n // 2), _LAST))
+    )
+
+
+# By padded head dim (the wider of the two), and whether there is a mask; the best first.
+# TFLOP/s on one H200, bf16, at the sizes of benchmarks/hopper.py, within one table.
+CONFIGS: dict[tuple[int, bool], tuple[Config, ...]] = {
+    # Full 451 with 3 consumers, 429 with 2; causal 390 and 413, ALiBi 305 and 311, window 1024
+    # 162 and 268.
+    (64, False): _and_lighter(_WIDE, replace(_PAIR_IN_TURNS, stages=3)),
+    (64, True): _and_lighter(replace(_PAIR_IN_TURNS, stages=3)),
+    # Full 637, 616 in turns, 604 with p converted early; causal 561, 586, 520; window 1024 375,
+    # 397, 351.
+    (128, False): _and_lighter(_PAIR),
+    (128, True): _and_lighter(_PAIR_IN_TURNS),
+    # Full 665, in turns 663; causal 623 and 626, soft-cap 552 and 538.
+    (256, False): _and_lighter(_NARROW),
+    (256, True): _and_lighter(_NARROW),
+}
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A loop over kv tiles after the first one."""
+
+    title: str
+    # As the kernel says it:
+    start: str
+    end: str
+    tile: str  # the number of the t-th tile
+    masked: bool
+    partial: str  # whether a tile is partial
+
+
+_FULL = Segment(
+    title="full tiles: every pair attends",
+    start="gl.maximum(partial_count, 1)",
+    end="count",
+    tile="(full_first + (t - partial_count))",
+    masked=False,
+    partial="False",
+)
+_PARTIAL = Segment(
+    title="partial tiles: masked pair by pair",
+    start="1",
+    end="partial_count",
+    tile="partial_tile(t, first, full_first, full_end)",
+    masked=True,
+    partial="True",
+)
+_BOTH = Segment(
+    title="partial tiles, masked pair by pair, then full ones",
+    start="1",
+    end="count",
+    tile="kv_tile(t, partial_count, first, full_first, full_end)",
+    masked=True,
+    partial="t < partial_count",
+)
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A tensor that is copied in tiles of [1, 1, rows, head dim] by TMA."""
+
+    name: str
+    element: str  # Triton's word for it
+    rows: int
+    head_dim: int  # padded
+    swizzle: int = 128  # bytes
+
+
+@dataclass(frozen=True)
+class HopperPlan:
+    """The forward kernel of the Hopper backend."""
+
+    title: str
+    comments: tuple[str, ...]
+    target: Target
+    options: Options
+    functions: tuple[DeviceFunction, ...]
+    score: DeviceFunction | None
+    mask: DeviceFunction | None
+    keys: DeviceFunction | None  # the first and last key that a row sees, with a mask
+    params: tuple[Param, ...]
+    arguments: tuple[Argument, ...]  # after q, k, v and o
+    scalars_in_memory: tuple[Argument, ...]
+    config: Config
+    block_d: int
+    block_dv: int
+
+    @property
+    def exact(self) -> bool:
+        return self.options.precision == "exact"
+
+    @property
+    def propagates_nan(self) -> bool:
+        """Whether a score or mask names that: minima and maxima of floats give nan for nan."""
+        nodes = postorder(*(root for f in self.functions for root in f.body))
+        return any(
+            n.op is Op.SOFTPLUS or (n.op in (Op.MIN, Op.MAX) and n.type is Type.FLOAT)
+            for n in nodes
+        )
+
+    @property
+    def every_key(self) -> bool:
+        """Whether all keys of the tensor are visible to all queries."""
+        return self.mask is None
+
+    @property
+    def scale_in_softmax(self) -> bool:
+        """A positive scale commutes with the maximum, and then costs nothing."""
+        return self.score is None and self.options.positive_scale
+
+    @property
+    def scale_scores(self) -> bool:
+        return self.score is None and not self.options.positive_scale
+
+    @property
+    def score_of_s(self) -> bool:
+        return self.score is not None and "s" in self.score.body[0].names
+
+    @property
+    def score_without_s(self) -> bool:
+        """A score that is no tile of its own: it may be one number."""
+        return self.score is not None and not self.score_of_s
+
+    @property
+    def kv_segments(self) -> tuple[Segment, ...]:
+        """The loops after the first tile. Without a mask that one is the only partial tile."""
+        if self.mask is None:
+            return (_FULL,)
+        return (_BOTH,) if self.config.one_loop else (_PARTIAL, _FULL)
+
+    @property
+    def heads_together(self) -> int:
+        return HEADS_TOGETHER
+
+    @property
+    def rows(self) -> int:
+        return self.config.block_m // self.config.consumers
+
+    @property
+    def range_rows(self) -> int:
+        return 1 << (self.config.block_m - 1).bit_length()
+
+    @property
+    def consumers(self) -> range:
+        return range(self.config.consumers)
+
+    @property
+    def o_in_q(self) -> bool:
+        """Whether o leaves through q's shared memory, where there is no room for its own."""
+        return self.block_d == self.block_dv > 128
+
+    @property
+    def own_o(self) -> bool:
+        return not self.o_in_q
+
+    @property
+    def worker_warps(self) -> list[int]:
+        """Warps of the consumers after the first, and of the producer."""
+        return [4] * (self.config.consumers - 1) + [PRODUCER_WARPS]
+
+    @property
+    def worker_registers(self) -> list[int]:
+        consumer, producer = REGISTERS[self.config.consumers]
+        return [consumer] * (self.config.consumers - 1) + [producer]
+
+    @property
+    def tensor_maps(self) -> tuple[TensorMap, ...]:
+        element = POINTER_TYPE[self.options.dtype].removeprefix("*")
+        q = TensorMap("q", element, self.rows, self.block_d)
+        k = TensorMap("k", element, self.config.block_n, self.block_d)
+        v = TensorMap("v", element, self.config.block_n, self.block_dv)
+        return q, k, v, TensorMap("o", element, self.rows, self.block_dv)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that the tiles take."""
+        config = self.config
+        q, o = config.block_m * self.block_d, config.block_m * self.block_dv * self.own_o
+        kv = config.stages * config.block_n * (self.block_d + self.block_dv)
+        return (q + o + kv) * ELEMENT_BYTES[self.options.dtype]
+
+
+def hopper_plan(program: Typed, options: Options, target: Target, config: Config) -> HopperPlan:
+    """Decide the forward kernel for one configuration."""
+    program = with_kernel_names(program, "triton", "hopper")
+    score = program.score_function
+    if score is not None:
+        # s = qk * sm_scale, so that scale and log2(e) meet the constants of the score.
+        raw = substitute(program.score, {"s": index("s") * capture("sm_scale", Type.FLOAT)})
+        score = DeviceFunction(
+            score.name, score.params, (base2(raw),), "The score of s = q k^T, times log2(e)."
+        )
+    mask = program.mask_function
+    keys = None
+    if mask is not None:
+        (piece,) = solve(program.given_mask, "j")
+        keys = kv_range(piece, f"{program.name}_keys_0", program.params)
+    return HopperPlan(
+        title=f"Attention forward for `{program.name}`: Gluon, {target}",
+        comments=program.text,
+        target=target,
+        options=options,
+        functions=tuple(f for f in (score, mask, keys) if f is not None),
+        score=score,
+        mask=mask,
+        keys=keys,
+        params=program.params,
+        arguments=arguments(program.params, options),
+        scalars_in_memory=scalars_in_memory(program.params),
+        config=config,
+        block_d=padded(options.head_dim),
+        block_dv=padded(options.v_head_dim),
+    )
+
+
+def padded(head_dim: int) -> int:
+    """The tile's width for a head dim; TMA fills what is beyond the tensor with zeros."""
+    return max(64, 1 << (head_dim - 1).bit_length())
+
+
+def configs_of(options: Options, *, masked: bool) -> tuple[Config, ...]:
+    """The configurations for a call, the best first."""
+    return CONFIGS[max(padded(options.head_dim), padded(options.v_head_dim)), masked]
+
+
+def arguments(params: tuple[Param, ...], options: Options) -> tuple[Argument, ...]:
+    """The run-time arguments after q, k, v and o, in order."""
+    found = [Argument("lse", "*fp32"), Argument("counter", "*i32")]
+    found.append(Argument("sm_scale", "*fp32" if options.scale_in_memory else "fp32"))
+    return (*found, *shared_arguments(params, options))

@@ -1,0 +1,160 @@
+"""Shared steps of the Hopper kernels; a rendered kernel gets copies of those that it calls.
+
+What is elementwise, and how many tiles a mask leaves, comes from the portable backend's steps.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+# -- shared memory -----------------------------------------------------------------------------
+
+
+@gluon.jit
+def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """mbarriers that complete a phase after so many arrivals each.
+
+    One array for each purpose: Gluon orders accesses to one array by a barrier of all warps.
+    """
+    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for k in gl.static_range(NUMBER):
+        mbarrier.init(made.index(k), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
+def fetch(tensor, b, h, row, full, tile):
+    """Start the copy of a tile [1, 1, rows, head dim]; rows past the end come as zeros."""
+    mbarrier.expect(full, tensor.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensor, [b, h, row, 0], full, tile)
+
+
+@gluon.jit
+def leave(tensor, b, h, row, tile):
+    """Start the copy of a fenced tile to a tensor; rows past its end are left out."""
+    tma.async_copy_shared_to_global(tensor, [b, h, row, 0], tile)
+
+
+@gluon.jit
+def wait_until_left():
+    """Wait until tiles have left shared memory."""
+    tma.store_wait(0)
+
+
+# -- turns -------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def in_order_of_heads(turn, q_tiles):
+    """The (head, q tile) of a turn: all q tiles of a head, whose k and v then stay in L2."""
+    return turn // q_tiles, turn % q_tiles
+
+
+@gluon.jit
+def longest_first(turn, q_tiles, heads, TOGETHER: gl.constexpr):
+    """The (head, q tile) of a turn: the last q tiles, which see most keys, of a few heads first."""
+    group = turn // (TOGETHER * q_tiles)
+    rest = turn - group * (TOGETHER * q_tiles)
+    size = gl.minimum(heads - group * TOGETHER, TOGETHER)
+    return group * TOGETHER + rest % size, q_tiles - 1 - rest // size
+
+
+@gluon.jit
+def next_turn(counter, turns):
+    """Draw a turn that no program has had."""
+    turn = turns
+    if gl.num_programs(0) < turns:
+        turn = gl.num_programs(0) + gl.atomic_add(counter, 1)
+    return turn
+
+
+@gluon.jit
+def write_number(place, value):
+    """Leave a number [1] for the other warps."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    place.store(gl.full([1], value, gl.int32, one))
+
+
+@gluon.jit
+def read_number(place):
+    """A number [1] that another warp left."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(place.load(one), 0)
+
+
+# Consumers take turns to issue their products, so that one's softmax runs under the other's
+# products. Named barriers from 8 on are free; Triton numbers its own from 0.
+
+
+@gluon.jit
+def wait_for_products(WHO: gl.constexpr):
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.u32 $0, $1;", "=r,r", [8 + WHO], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def pass_products_on(WHO: gl.constexpr, CONSUMERS: gl.constexpr):
+    NEXT: gl.constexpr = 8 + (WHO + 1) % CONSUMERS
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 256; mov.u32 $0, $1;", "=r,r", [NEXT], gl.int32, is_pure=False, pack=1
+    )
+
+
+# -- kv tiles ----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def narrow(tile):
+    return gl.cast(tile, gl.int32)
+
+
+@gluon.jit
+def kv_tile(t, partial_count, first, full_first, full_end):
+    """The number of the t-th tile to visit: the partial ones, then the full ones."""
+    partial = partial_tile(t, first, full_first, full_end)
+    return gl.where(t < partial_count, partial, full_first + (t - partial_count))
+
+
+@gluon.jit
+def partial_tile(t, first, full_first, full_end):
+    """The t-th visible tile that is not full: those before the full ones, then those after."""
+    before = full_first - first
+    return gl.where(t < before, first + t, full_end + (t - before))
+
+
+@gluon.jit
+def counted(first, end, full_first, full_end):
+    """How many tiles are partial, and how many there are: at least one, as loops expect it.
+
+    Where no pair attends, that one is tile `full_end`, all of it masked.
+    """
+    partial_count = (full_first - first) + (end - full_end)
+    partial_count = gl.where(first == end, 1, partial_count)
+    return partial_count, partial_count + (full_end - full_first)
+
+
+# -- softmax -----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def row_max(s, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The largest score of each row: pairs first, lanes last, which shortens the chain."""
+    lanes = gl.max(gl.max(s.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
+    return gl.max(lanes, 1)
+
+
+@gluon.jit
+def lane_sums(p, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Sums [ROWS, 4] of what each of a row's four lanes holds; they meet after the last tile."""
+    return gl.sum(gl.sum(p.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def softmax_tile(s, m_i, factor, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(p, new maximum, what earlier sums shrink by) of scores that are `s * factor` in base 2."""
+    m_new = gl.maximum(m_i, gl.convert_layout(row_max(s, ROWS, BLOCK_N), m_i.type.layout))
+    # A row may be fully masked so far: then m_new is -inf, and -inf - -inf would be nan.
+    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new) * factor
+    alpha = gl.exp2(m_i * factor - m_safe)
+    return gl.exp2(s * factor - m_safe[:, None]), m_new, alpha
