@@ -320,16 +320,20 @@ class Variant:
         With q, k, v (and captures) it is the kernel of that call; otherwise `head_dim` and `dtype`
         (a torch dtype or `f16`, `bf16`, `f32`) describe it, and element types that a call would
         decide are assumed, or taken from `captures={"doc": torch.int64}`; the text says which.
+        `phase="bwd"` gives the backward, with the gradients of all captures that can have one;
         `phase="tiles"` gives the kernel that lists the tiles of a mask that is not a range.
         """
-        if phase not in ("fwd", "tiles"):
-            raise InputMismatch(f"phase must be 'fwd' or 'tiles', not {phase!r}")
+        if phase not in ("fwd", "bwd", "tiles"):
+            raise InputMismatch(f"phase must be 'fwd', 'bwd' or 'tiles', not {phase!r}")
         if q is not None and k is not None and v is not None:
             inputs = check_inputs(
                 q, k, v, scale=None, q_offset=0, kv_lens=None, precision=precision
             )
             program, bound = self._bind(values, inputs.sizes, inputs.q.device)
             known = self._type(program, bound)
+            if phase == "bwd":
+                float64 = inputs.q.dtype is torch.float64
+                return sources.of_backward(known, target, float64=float64, has_kv_lens=False)
             if phase == "tiles":
                 chosen = attend_triton.options(known, inputs, bound)
                 return sources.of_tiles(known, chosen, target)
@@ -348,6 +352,9 @@ class Variant:
             "dtype": sources.element(dtype or "bf16"),
             "precision": precision,
         }
+        if phase == "bwd":
+            float64 = shape["dtype"] == "f64"
+            return sources.of_backward(known, target, float64=float64, has_kv_lens=False)
         if phase == "tiles":
             return sources.of_tiles(known, sources.options_of_shape(known, **shape), target)
         return sources.of_shape(known, **shape, target=target)

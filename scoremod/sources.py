@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from . import attend_cpu, attend_triton
+from . import attend_cpu, attend_triton, backward_cpu
 from .binding import ELEMENT_OF, Bound
 from .errors import InputMismatch
 from .inputs import Inputs
-from .plan import Typed, cpu_plan
+from .ir.ops import Type
+from .plan import Typed, cpu_backward_plan, cpu_plan
 from .plan_triton import ELEMENT_BYTES, Options, structure_plan, tiles_of, triton_plan
 from .target import parse_target
 
@@ -51,6 +52,18 @@ def of_tiles(program: Typed, chosen: Options, target: str) -> str:
     tile = tiles_of(program, chosen, found)[0]
     plan = structure_plan(program, chosen, found, tile.block_m, tile.block_n)
     return attend_triton.structure_source(plan)
+
+
+def of_backward(program: Typed, target: str, *, float64: bool, has_kv_lens: bool) -> str:
+    """The backward with every gradient that a call can ask for."""
+    if target != "cpu":
+        raise InputMismatch(f"there is no backward for {target} yet", hint="target='cpu' has one")
+    read = program.given_score.names
+    learned = (p.type is Type.FLOAT and p.name in read for p in program.params)
+    plan = cpu_backward_plan(
+        program, float64=float64, has_kv_lens=has_kv_lens, wanted=(True, True, True, *learned)
+    )
+    return backward_cpu.source(plan)
 
 
 def of_shape(
