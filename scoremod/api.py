@@ -379,21 +379,26 @@ class Variant:
         With q, k, v (and captures) it is the kernel of that call; otherwise `head_dim` and `dtype`
         (a torch dtype or `f16`, `bf16`, `f32`) describe it, and element types that a call would
         decide are assumed, or taken from `captures={"doc": torch.int64}`; the text says which.
-        `phase="tiles"` gives the kernels that find the tiles of a mask that is not a range. A
-        picture of a small mask is in front where the values of its captures are known.
+        `phase="bwd"` gives the kernels of the backward, with the gradients of all captures that can
+        have one; `phase="tiles"` those that find the tiles of a mask that is not a range. A picture
+        of a small mask is in front where the values of its captures are known.
         """
-        if phase not in ("fwd", "tiles"):
-            raise InputMismatch(f"phase must be 'fwd' or 'tiles', not {phase!r}")
+        if phase not in ("fwd", "bwd", "tiles"):
+            raise InputMismatch(f"phase must be 'fwd', 'bwd' or 'tiles', not {phase!r}")
         if q is not None and k is not None and v is not None:
             inputs = check_inputs(
                 q, k, v, scale=None, q_offset=0, kv_lens=None, precision=precision
             )
             program, bound = self._bind(values, inputs.sizes, inputs.q.device)
             known = self._type(program, bound)
-            if phase == "tiles":
-                chosen = attend_triton.options(known, inputs, bound)
-                return sources.of_tiles(known, chosen, target)
-            return self._picture(values) + sources.of_call(known, inputs, bound, target)
+            if phase == "fwd":
+                return self._picture(values) + sources.of_call(known, inputs, bound, target)
+            if phase == "bwd" and target == "cpu":
+                float64 = inputs.q.dtype is torch.float64
+                return sources.of_cpu_backward(known, float64=float64, has_kv_lens=False)
+            chosen = attend_triton.options(known, inputs, bound)
+            of_phase = sources.of_backward if phase == "bwd" else sources.of_tiles
+            return of_phase(known, chosen, target)
         if head_dim is None:
             raise InputMismatch("source needs q, k, v or head_dim=")
         given = {name: sources.element(e) for name, e in (captures or {}).items()}
@@ -408,8 +413,13 @@ class Variant:
             "dtype": sources.element(dtype or "bf16"),
             "precision": precision,
         }
-        if phase == "tiles":
-            return sources.of_tiles(known, sources.options_of_shape(known, **shape), target)
+        if phase == "bwd" and target == "cpu":
+            float64 = shape["dtype"] == "f64"
+            return sources.of_cpu_backward(known, float64=float64, has_kv_lens=False)
+        if phase != "fwd":
+            chosen = sources.options_of_shape(known, **shape)
+            of_phase = sources.of_backward if phase == "bwd" else sources.of_tiles
+            return of_phase(known, chosen, target)
         return self._picture({}) + sources.of_shape(known, **shape, target=target)
 
     def _picture(self, values: Mapping[str, Any]) -> str:

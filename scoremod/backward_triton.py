@@ -243,10 +243,14 @@ def backward_options(
 
 def _options_of(call: Call, kernel: str) -> Options:
     """The call's options, with a tile structure where the kernel's own walk needs one."""
-    chosen = call.options
+    long = call.inputs.q.shape[2] > SHORT
+    return options_for(kernel, call.program, call.options, long=long)
+
+
+def options_for(kernel: str, program: Typed, chosen: Options, *, long: bool) -> Options:
+    """The options of one kernel; `long` for more than a few queries."""
     if kernel == DKDV:
-        long = call.inputs.q.shape[2] > SHORT
-        stored = chosen.blocks or (long and not call.program.query_half_lines)
+        stored = chosen.blocks or (long and not program.query_half_lines)
         return replace(chosen, stored=stored)
     return chosen if kernel == DQ else replace(chosen, stored=False, blocks=False, coarse=False)
 
@@ -311,6 +315,29 @@ def compile_plan(plan: BackwardPlan) -> Kernel:
 def source(plan: BackwardPlan) -> str:
     """The kernel's text."""
     return render(f"{plan.kernel}.py", plan, TRITON)
+
+
+def sources(
+    program: Typed, chosen: Options, learned: tuple[Learned, ...], target: Target
+) -> list[str]:
+    """The texts of all kernels that a backward runs, in their order."""
+    reads = reads_of(program, learned, offset_per_batch=chosen.offset_per_batch)
+    needed = [DKDV, DQ, *dict.fromkeys(KERNEL_OF[r.pattern] for r in reads)]
+    plans = [
+        backward_plan(
+            kernel, program, options_for(kernel, program, chosen, long=True), learned, target
+        )
+        for kernel in dict.fromkeys(needed)
+        if kernel != PAIRS
+    ]
+    plans += [
+        backward_plan(
+            PAIRS, program, options_for(PAIRS, program, chosen, long=True), learned, target, group=g
+        )
+        for g in groups_of(program, learned, offset_per_batch=chosen.offset_per_batch)
+    ]
+    first = render(f"{DELTA}.py", delta_plan(chosen, target, has_grad_lse=False), TRITON)
+    return [first, *map(source, plans)]
 
 
 SmallPlan = DeltaPlan | PlacesPlan

@@ -119,8 +119,10 @@ class Report:
         cases = {x.case for x in self.found}
         notes = [*self.drawn, *self.outside]
         notes += [f"{name} computes no gradients yet" for name in self.forward_only]
+        title = f"{self.variant}: largest errors in units of rounding, {len(cases)} cases"
         table = Table(
-            title=f"{self.variant}: largest errors in units of rounding, {len(cases)} cases",
+            title=title,
+            min_width=min(len(title), 98),
             caption="\n".join(notes) or None,
             caption_justify="left",
         )

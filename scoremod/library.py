@@ -47,9 +47,11 @@ def constant(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
-def is_watched(q: Tensor) -> bool:
+def is_watched(q: object) -> bool:
     """Whether torch looks on: subclasses such as fake tensors, and modes, see one operator."""
-    return type(q) not in PLAIN or q.is_meta or torch._C._len_torch_dispatch_stack() > 0
+    if type(q) in PLAIN:
+        return q.is_meta or torch._C._len_torch_dispatch_stack() > 0  # type: ignore[attr-defined]
+    return isinstance(q, Tensor)
 
 
 def attend(text: str, how: str, qkv: Sequence[Tensor], values: Sequence[Any]) -> Pair:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from . import attend_cpu, attend_hopper, attend_triton
+from . import attend_cpu, attend_hopper, attend_triton, backward_cpu, backward_triton
 from .analysis.tiles import TileMap
 from .binding import ELEMENT_OF, Bound
 from .errors import InputMismatch
 from .inputs import Inputs
-from .plan import Typed, cpu_plan
+from .ir.ops import Type
+from .plan import Typed, cpu_backward_plan, cpu_plan
 from .plan_structure import structure_plan
 from .plan_triton import ELEMENT_BYTES, Options, tiles_of, triton_plan
+from .plan_triton_backward import Learned
 from .structure import structure_source
 from .target import Target, parse_target
 
@@ -72,6 +74,31 @@ def of_tiles(program: Typed, chosen: Options, target: str) -> str:
     tile = tiles_of(program, chosen, found)[0]
     plan = structure_plan(program.only_mask, chosen, found, tile.block_m, tile.block_n)
     return structure_source(plan)
+
+
+def of_cpu_backward(program: Typed, *, float64: bool, has_kv_lens: bool) -> str:
+    """The CPU's backward with every gradient that a call can ask for."""
+    learned = (p.type is Type.FLOAT and p.name in _read(program) for p in program.params)
+    plan = cpu_backward_plan(
+        program, float64=float64, has_kv_lens=has_kv_lens, wanted=(True, True, True, *learned)
+    )
+    return backward_cpu.source(plan)
+
+
+def of_backward(program: Typed, chosen: Options, target: str) -> str:
+    """The kernels of a backward in their order, with every gradient that can be asked for."""
+    found = parse_target(target)
+    learned = tuple(
+        Learned(k)
+        for k, p in enumerate(program.params)
+        if p.type is Type.FLOAT and p.name in _read(program)
+    )
+    return "\n\n".join(backward_triton.sources(program, chosen, learned, found))
+
+
+def _read(program: Typed) -> frozenset[str]:
+    """What the score reads."""
+    return program.given_score.names
 
 
 def of_shape(

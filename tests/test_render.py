@@ -19,6 +19,7 @@ from scoremod.attend_hopper import source as hopper_source
 from scoremod.attend_triton import source as triton_source
 from scoremod.backends.triton import TRITON
 from scoremod.backward_cpu import source as cpu_backward_source
+from scoremod.errors import InputMismatch
 from scoremod.ir.ops import Type
 from scoremod.plan import (
     CpuBackwardPlan,
@@ -230,6 +231,14 @@ def test_generic_element_types_are_assumed() -> None:
     )
     for target in ("cuda:90", "cpu"):
         ast.parse(attn.source(head_dim=64, target=target))
+
+
+def test_the_backward_is_shown_too() -> None:
+    attn = variants.softcap.then(variants.alibi) & variants.causal
+    text = attn.source(head_dim=64, target="cpu", phase="bwd")
+    assert "def attention_bwd(" in text and "slopes_grad" in text and "cap_grad" in text
+    with pytest.raises(InputMismatch, match="no backward for cuda:90 yet"):
+        attn.source(head_dim=64, phase="bwd")
 
 
 def test_equal_plans_give_equal_text() -> None:
