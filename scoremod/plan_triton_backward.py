@@ -6,8 +6,10 @@ alibi & causal   ->   attention_bwd_delta, attention_bwd_dkdv, attention_bwd_dq;
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from .analysis.ranges import FAR, Index, Piece, solve
 from .ir.expr import (
@@ -49,7 +51,6 @@ from .plan_triton import (
 from .target import Target, Tile, backward_tiles
 from .variant import S
 
-# What the inner loop of a kernel walks over: `j` for kv tiles, `i` for q tiles.
 DELTA, DKDV, DQ = "attention_bwd_delta", "attention_bwd_dkdv", "attention_bwd_dq"
 DIAGONALS, PAIRS = "attention_bwd_diagonals", "attention_bwd_pairs"
 PLACES = "capture_places"
@@ -389,12 +390,8 @@ def _runs(program: Typed, pieces: tuple[Piece, ...], x: Index) -> tuple[Run, ...
 
 def query_range(piece: Piece, name: str, params: tuple[Param, ...]) -> DeviceFunction:
     """The first and the last query that may see a key, by one piece; logical positions."""
-    lo, hi = const(-FAR), const(FAR)
-    for bound in piece.los:
-        lo = make(Op.MAX, lo, bound)
-    for bound in piece.his:
-        hi = make(Op.MIN, hi, bound)
-    lo, hi = make(Op.MIN, lo, const(FAR)), make(Op.MAX, hi, const(-FAR))
+    lo = functools.reduce(partial(make, Op.MAX), piece.los) if piece.los else const(-FAR)
+    hi = functools.reduce(partial(make, Op.MIN), piece.his) if piece.his else const(FAR)
     for condition in piece.guards:
         lo = make(Op.WHERE, condition, lo, const(FAR))
         hi = make(Op.WHERE, condition, hi, const(-FAR))

@@ -100,30 +100,32 @@ def test_six_kernels_compile_for_sm_90_without_spills(
 SPILLED = {64: 256, 128: 512}
 
 
-@pytest.mark.parametrize("kernel", [DKDV, DQ])
 @pytest.mark.parametrize("name", SIX)
-def test_six_backwards_compile_for_sm_90(
-    apart: Callable[..., Kernel], name: str, kernel: str
-) -> None:
-    made = apart(compile_backward_of, name, kernel, 128)
-    assert made.entry == kernel and made.shared <= parse_target("cuda:90").shared
-    assert made.spills <= (SPILLED[128] if kernel == DKDV else 0)
+def test_six_backwards_compile_for_sm_90(apart: Callable[..., Kernel], name: str) -> None:
+    check_backward(apart(compile_backward_of, name, DKDV, 128), DKDV, 128)
 
 
 @pytest.mark.compile_all
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kernel", [DKDV, DQ])
 @pytest.mark.parametrize("name", SIX)
-def test_six_backwards_compile_at_head_dim_64(
-    apart: Callable[..., Kernel], name: str, kernel: str
+def test_six_backwards_compile_at_all_head_dims(
+    apart: Callable[..., Kernel], name: str, kernel: str, head_dim: int
 ) -> None:
-    made = apart(compile_backward_of, name, kernel, 64)
-    assert made.spills <= (SPILLED[64] if kernel == DKDV else 0)
+    check_backward(apart(compile_backward_of, name, kernel, head_dim), kernel, head_dim)
+
+
+def check_backward(kernel: Kernel, name: str, head_dim: int) -> None:
+    assert kernel.entry == name and kernel.shared <= parse_target("cuda:90").shared
+    assert kernel.spills <= (SPILLED[head_dim] if name == DKDV else 0)
 
 
 @pytest.mark.parametrize(
-    ("name", "kernel"), [("relative_bias", DIAGONALS), ("dense_bias", PAIRS)], ids=str
+    ("name", "kernel"),
+    [("relative_bias", DIAGONALS), ("dense_bias", PAIRS), ("softcap", DQ)],
+    ids=str,
 )
-def test_kernels_for_captures_compile_for_sm_90(
+def test_other_kernels_of_the_backward_compile_for_sm_90(
     apart: Callable[..., Kernel], name: str, kernel: str
 ) -> None:
     made = apart(compile_backward_of, name, kernel, 64)
@@ -135,8 +137,8 @@ def compile_backward_of(name: str, kernel: str, head_dim: int) -> Kernel:
     program = {**STOCK, **SIX}[name]._program
     known = typed(program, assumed_params(program))
     pure = known.query_half_lines if kernel == DKDV else known.half_lines
-    lists = not pure and kernel in (DKDV, DQ)
-    options = Options("bf16", head_dim, head_dim, lists=lists, even=not lists)
+    stored = not pure and kernel in (DKDV, DQ)
+    options = Options("bf16", head_dim, head_dim, stored=stored, even=not stored)
     learned = tuple(Learned(k) for k, p in enumerate(known.params) if p.rank and p.element == "f32")
     if kernel in (DKDV, DQ):
         learned = ()

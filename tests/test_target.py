@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from scoremod.errors import BackendUnavailable
-from scoremod.target import KB, Target, Tile, choose_tiles, parse_target
+from scoremod.plan_triton_backward import DIAGONALS, DKDV, DQ, PAIRS
+from scoremod.target import KB, Target, Tile, backward_tiles, choose_tiles, parse_target
 
 HEAD_DIMS = (16, 32, 64, 128, 256, 512)
 
@@ -43,6 +44,26 @@ def test_smaller_memory_never_gives_a_larger_tile() -> None:
 def test_the_table_is_used_where_memory_allows() -> None:
     tile = choose_tile(128, 128, 2, parse_target("cuda:90"))
     assert (tile.block_m, tile.block_n) == (64, 64)
+
+
+@pytest.mark.parametrize("kernel", [DKDV, DQ, DIAGONALS, PAIRS])
+@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize("kilobytes", [99, 163, 227])
+def test_every_kernel_of_the_backward_has_tiles_that_fit(
+    kilobytes: int, element_bytes: int, kernel: str
+) -> None:
+    for d in HEAD_DIMS[:-1]:
+        tiles = backward_tiles(kernel, d, d, element_bytes, fake(kilobytes), heavy=True)
+        for tile in tiles:
+            assert tile.backward_shared(kernel, d, d, element_bytes) <= kilobytes * KB
+            assert min(tile.block_m, tile.block_n) >= 16
+            # A diagonal of tiles is one only if they are square.
+            assert tile.block_m == tile.block_n or kernel in (DKDV, DQ)
+
+
+def test_no_tile_of_the_backward_is_an_error() -> None:
+    with pytest.raises(BackendUnavailable, match="no tile of `attention_bwd_dq` for head dims"):
+        backward_tiles(DQ, 256, 256, 4, fake(16))
 
 
 def test_no_tile_at_all_is_an_error() -> None:
