@@ -14,7 +14,7 @@ HAS_TORCH := from importlib.metadata import version as v; \
 	import sys; sys.exit(tuple(map(int, v("torch").split(".")[:2])) < (2, 10))
 UNPINNED := grep -vE '^(torch|triton)=='
 
-.PHONY: demo test lint types pytest gpu-test compile-all clean
+.PHONY: demo test lint types pytest gpu-test compile-all docs clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -38,6 +38,12 @@ gpu-test: $(READY)
 
 compile-all: $(READY)
 	$(BIN)/pytest -q -n 2 -m compile_all tests/test_compile.py
+
+# The site, in build/site.
+docs: $(READY)
+	@$(BIN)/python -c 'import material' 2> /dev/null || $(BIN)/python -m pip install -qq \
+		--disable-pip-version-check -c $(VENV)/constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Every example runs, and so does what the README shows."""
+"""Every example runs, and so does what the README and the pages of docs/ show."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import pytest
 import scoremod
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+# design.md shows what is planned as well, and pieces that stand for many.
+PAGES = [ROOT / "README.md", *sorted(set(ROOT.glob("docs/*.md")) - {ROOT / "docs" / "design.md"})]
 
 
-def fenced(language: str) -> list[str]:
-    """Return the README's code blocks in one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+def fenced(page: Path, language: str) -> list[str]:
+    """Return a page's code blocks in one language."""
+    text = page.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 def load(file: Path) -> ModuleType:
@@ -36,13 +38,14 @@ def test_example(file: Path) -> None:
     load(file).main()
 
 
-def test_readme_python(tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", [p for p in PAGES if fenced(p, "python")], ids=lambda p: p.name)
+def test_python_of_a_page(page: Path, tmp_path: Path) -> None:
     # From a file: the front end reads the source of functions.
-    script = tmp_path / "readme.py"
-    script.write_text("\n".join(fenced("python")), encoding="utf-8")
+    script = tmp_path / f"{page.stem}_page.py"
+    script.write_text("\n".join(fenced(page, "python")), encoding="utf-8")
     load(script)
 
 
-@pytest.mark.parametrize("text", fenced("smod"))
-def test_readme_smod(text: str) -> None:
+@pytest.mark.parametrize("text", [text for page in PAGES for text in fenced(page, "smod")])
+def test_smod_of_a_page(text: str) -> None:
     scoremod.parse(text)
