@@ -35,15 +35,6 @@ def attend(
     return RUN[backend](program, inputs, bound)
 
 
-def require_backward(backend: str) -> None:
-    """Raise where a backend computes no gradients, before a forward is spent on it."""
-    if backend not in RUN_BACKWARD:
-        raise BackendUnavailable(
-            f"the backend {backend!r} computes no gradients yet",
-            hint="call under torch.no_grad(), or use .eager(...), which is differentiable",
-        )
-
-
 def gradients(
     program: Typed,
     inputs: Inputs,

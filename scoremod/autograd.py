@@ -133,7 +133,6 @@ def require_score(item: Bound, program: Typed) -> None:
 
 def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...], backend: str) -> Pair:
     """(out, lse), recorded for a backward."""
-    attention.require_backward(backend)
     for item in bound:
         if isinstance(item.given, torch.Tensor) and item.given.requires_grad:
             require_score(item, program)

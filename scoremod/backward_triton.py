@@ -545,6 +545,8 @@ def settled(call: Call, number: int, sums: Tensor, line: Line) -> Tensor:
     if _is_plain(call, read):
         return _placed_plainly(call, read, sums)
     gradient = call.zeros(read.capture)
+    if gradient.numel() == 0:
+        return gradient
     places, reached = _places(call, number, sums.shape, line)
     values = torch.where(reached, sums, 0.0)
     gradient.view(-1).index_put_((places.view(-1),), values.view(-1), accumulate=True)

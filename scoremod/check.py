@@ -99,7 +99,6 @@ class Report:
     found: tuple[Found, ...]
     drawn: tuple[str, ...]  # captures without value, and what was drawn for them
     outside: tuple[str, ...]  # reads outside tables, where they were asked for
-    forward_only: tuple[str, ...]  # backends without gradients
 
     def worst(self, backend: str, dtype: str, result: str) -> float | None:
         """The largest error of a result, in units."""
@@ -118,7 +117,6 @@ class Report:
         results = list(dict.fromkeys(x.result for x in self.found))
         cases = {x.case for x in self.found}
         notes = [*self.drawn, *self.outside]
-        notes += [f"{name} computes no gradients yet" for name in self.forward_only]
         title = f"{self.variant}: largest errors in units of rounding, {len(cases)} cases"
         table = Table(
             title=title,
@@ -168,9 +166,7 @@ def check(
                 raise _failure(variant, result, wish, call.drawn)
             found.append(result)
     outside = _outside(variant, captures, settings[-1], wish.seed) if wish.bounds else ()
-    used = dict.fromkeys(case.backend for case in cases)
-    without = tuple(name for name in used if name not in attention.RUN_BACKWARD)
-    return Report(variant.name, tuple(found), tuple(drawn.values()), tuple(outside), without)
+    return Report(variant.name, tuple(found), tuple(drawn.values()), tuple(outside))
 
 
 def _failure(variant: Variant, result: Found, wish: Wish, drawn: Mapping[str, str]) -> CheckFailed:
@@ -277,15 +273,14 @@ class _Call:
 
     def compare(self) -> Iterator[Found]:
         """Every result against the oracle's."""
-        backward = self.case.backend in attention.RUN_BACKWARD
 
         def ours(*qkv: Tensor, **call: Any) -> Any:
             return self.variant(*qkv, backend=self.case.backend, **call)
 
-        found = self._results(ours, self.qkv, backward=backward)
+        found = self._results(ours, self.qkv)
         # The oracle decides pairs in float32 unless it is given float64.
         exact = tuple(x if x.dtype is torch.float64 else x.float() for x in self.qkv)
-        wanted = self._results(self.variant.eager, exact, backward=backward)
+        wanted = self._results(self.variant.eager, exact)
         growth = self._growth()
         for name, (value, limit) in found.items():
             yield Found(
@@ -293,23 +288,20 @@ class _Call:
             )
 
     def _results(
-        self, attend: Callable[..., Any], qkv: Sequence[Tensor], *, backward: bool
+        self, attend: Callable[..., Any], qkv: Sequence[Tensor]
     ) -> dict[str, tuple[Tensor, float]]:
         """out, lse and gradients by name, with their limits."""
         named = dict(zip(("dq", "dk", "dv"), qkv, strict=True))
         read = self.variant._program.score.names
         learned = {n: x for n, x in self.captures.items() if n in read and _is_float(x)}
-        leaves = {
-            n: x.detach().clone().requires_grad_(backward) for n, x in {**named, **learned}.items()
-        }
+        leaves = {n: x.detach().clone().requires_grad_() for n, x in {**named, **learned}.items()}
         call = {**self.captures, **{n: leaves[n] for n in learned}, **self.options}
         out, lse = attend(*(leaves[n] for n in named), return_lse=True, **call)
         results = {"out": out.detach(), "lse": lse.detach()}
-        if backward:
-            loss = _weighted(out) + _weighted(torch.where(lse == -torch.inf, 0, lse))
-            given = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-            pairs = zip(leaves.items(), given, strict=True)
-            results |= {n: torch.zeros_like(x) if g is None else g for (n, x), g in pairs}
+        loss = _weighted(out) + _weighted(torch.where(lse == -torch.inf, 0, lse))
+        given = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        pairs = zip(leaves.items(), given, strict=True)
+        results |= {n: torch.zeros_like(x) if g is None else g for (n, x), g in pairs}
         return {n: (x, LIMITS.get(n, CAPTURE_LIMIT)) for n, x in results.items()}
 
     def _growth(self) -> float:

@@ -28,6 +28,7 @@ from .ir.ops import Op, Type
 from .passes.derivative import d_ds
 from .passes.fold import base2, scaled, variation
 from .passes.patterns import Pattern, Read, classified
+from .passes.patterns import pattern as pattern_of
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
 from .plan_triton import (
     ELEMENT_BYTES,
@@ -82,8 +83,11 @@ def reads_of(
     repeated = {program.params[x.position].name: x.repeated for x in learned}
     found = []
     for read in classified(program.given_score, frozenset(repeated)):
-        moving = tuple(x for k, x in enumerate(read.indices) if k not in repeated[read.capture])
-        pattern = read.pattern
+        axes = repeated[read.capture]
+        moving = tuple(x for k, x in enumerate(read.indices) if k not in axes)
+        # A position itself lies inside whatever is repeated along it.
+        plain = all(read.indices[k].op is Op.INDEX for k in axes)
+        pattern = pattern_of(moving) if axes and plain else read.pattern
         names = frozenset[str]().union(*(x.names for x in moving))
         if pattern is Pattern.PAIR and not _owned(names, offset_per_batch):
             pattern = Pattern.SCATTERED

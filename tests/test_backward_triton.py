@@ -147,7 +147,9 @@ CASES: dict[str, Case] = {
         variants.alibi & variants.causal, Shape(1, 3, 1, 33, 65), slopes, call={"scale": -0.3}
     ),
     "scale in memory": Case(NOOP, Shape(1, 1, 1, 17, 16), call={"scale": torch.tensor(0.7)}),
-    "a structure of tiles": Case(variants.document & variants.causal, Shape(1, 1, 1, 90, 140), documents),
+    "a structure of tiles": Case(
+        variants.document & variants.causal, Shape(1, 1, 1, 90, 140), documents
+    ),
     "several runs": Case(variants.sink_window, Shape(1, 1, 1, 100, 150), call={"window": 30}),
     "jagged": Case(
         variants.jagged,
