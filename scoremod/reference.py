@@ -367,8 +367,10 @@ def _clamp(
     min: Value | None = None,
     max: Value | None = None,
 ) -> Value:
-    """At least `low`, then at most `high`."""
+    """At least `low`, then at most `high`; x has the whole gradient where it is at either."""
     low, high = low or min, high or max
+    if low is not None and high is not None:
+        return _apply(torch.clamp, *_promote(x, low, high))
     x = x if low is None else _maximum(x, low)
     return x if high is None else _minimum(x, high)
 

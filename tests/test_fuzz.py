@@ -1,272 +1,23 @@
 """Random variants of the whole language on every backend against the oracle.
 
-SCOREMOD_FUZZ=20 draws 20 times as many, from other seeds each time. What is found becomes a line
-of FOUND.
+SCOREMOD_FUZZ=20 draws 20 times as many, from other seeds each time; `make fuzz` goes on for as long
+as it is told to. What is found becomes a line of FOUND.
 """
 
 from __future__ import annotations
 
 import os
-import re
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
-from attention_cases import Shape, agree, each_backend, on
-from hypothesis import HealthCheck, given, note, settings
-from hypothesis import strategies as st
-from torch import Tensor
-
-from scoremod import parse
+from attention_cases import each_backend
+from fuzz_variants import Draw, bodies, calls, check_forward, check_gradients, wide_calls
+from hypothesis import HealthCheck, Phase, given, note, settings
 
 FACTOR = int(os.environ.get("SCOREMOD_FUZZ", "1"))
 EXAMPLES = {"cpu": 150, "triton": 60}
-
-# -- variants ----------------------------------------------------------------------------------
-
-# Dyadic numbers small enough that sums and products of a few are exact, and others.
-FLOATS = ("0.0", "1.0", "0.5", "2.0", "0.25", "3.0", "0.1", "1.7", "0.3", "10.0")
-INTS = ("0", "1", "2", "3", "5", "7", "16", "63", "64", "1000", "2147483647", "4294967295",
-        "0x3fffffffffff", "4611686018427387904")  # fmt: skip
-INDEX = ("i", "j", "i", "j", "i - j", "b", "h", "hk", "q_len", "kv_len")
-USUAL = ("j <= i", "flag", "True", "False", "i != j", "doc[i] == doc[j]", "seq[b, i] == seq[b, j]",
-         "seq[0, i] <= seq[1, j]", "keep[j]", "pair[i - q_len, j]", "0 <= i - j < n")  # fmt: skip
-# type: (table, rank)
-TABLES: dict[str, dict[str, int]] = {
-    "bool": {"keep": 1, "pair": 2},
-    "int": {"doc": 1, "seq": 2, "wide": 1},
-    "float": {"bias": 1, "rel": 2},
-}
-SCALARS = {"bool": ("flag",), "int": ("n", "m"), "float": ("x", "y")}
-
-
-@st.composite
-def ints(draw: st.DrawFn, depth: int) -> str:
-    """An int expression, in parentheses where needed."""
-    leaf = draw(st.integers(0, 11 if depth > 0 else 3))
-    if leaf <= 1:
-        return f"({draw(st.sampled_from(INDEX))})"
-    if leaf == 2:
-        return draw(st.sampled_from(INTS))
-    if leaf == 3:
-        return draw(st.sampled_from((*SCALARS["int"], "size(doc, 0)", "-1", "-3")))
-    a, b = ints(depth - 1), ints(depth - 1)
-    if leaf <= 6:
-        symbol = draw(st.sampled_from(("+", "-", "*", "//", "%", "//", "%", "&", "|", "^")))
-        return f"({draw(a)} {symbol} {draw(b)})"
-    if leaf == 7:
-        symbol = draw(st.sampled_from(("<<", ">>")))
-        return f"({draw(a)} {symbol} {draw(b)})"
-    if leaf == 8:
-        name = draw(st.sampled_from(("min", "max", "abs", "ilog2", "-", "~", "clamp")))
-        args = {"min": (a, b), "max": (a, b), "clamp": (a, b, a)}.get(name, (a,))
-        return (
-            f"{name}({', '.join(draw(x) for x in args)})" if len(name) > 1 else f"({name}{draw(a)})"
-        )
-    if leaf == 9:
-        return f"where({draw(bools(depth - 1))}, {draw(a)}, {draw(b)})"
-    if leaf == 10:
-        return draw(loads("int", depth))
-    name = draw(st.sampled_from(("floor", "ceil", "round", "int")))
-    return f"{name}({draw(exact(depth - 1))})"
-
-
-@st.composite
-def exact(draw: st.DrawFn, depth: int) -> str:
-    """A float free of s, of operations that every library rounds alike."""
-    leaf = draw(st.integers(0, 9 if depth > 0 else 3))
-    if leaf == 0:
-        return draw(st.sampled_from(FLOATS))
-    if leaf == 1:
-        return draw(st.sampled_from(SCALARS["float"]))
-    if leaf <= 3:
-        return f"float({draw(ints(max(depth - 1, 0)))})"
-    a, b = exact(depth - 1), exact(depth - 1)
-    if leaf <= 6:
-        symbol = draw(st.sampled_from(("+", "-", "*", "/")))
-        return f"({draw(a)} {symbol} {draw(b)})"
-    if leaf == 7:
-        name = draw(st.sampled_from(("min", "max", "abs", "-", "sqrt")))
-        two = name in ("min", "max")
-        return f"{name}({draw(a)}{', ' + draw(b) if two else ''})"
-    if leaf == 8:
-        return f"where({draw(bools(depth - 1))}, {draw(a)}, {draw(b)})"
-    return draw(loads("float", depth))
-
-
-@st.composite
-def bools(draw: st.DrawFn, depth: int) -> str:
-    """A condition free of s."""
-    leaf = draw(st.integers(0, 11))
-    if leaf <= 4 or (depth <= 0 and leaf > 6):
-        links = draw(st.sampled_from((1, 1, 1, 2)))
-        parts = [draw(ints(depth - 1))]
-        for _ in range(links):
-            parts += [
-                draw(st.sampled_from(("<", "<=", ">", ">=", "==", "!="))),
-                draw(ints(depth - 1)),
-            ]
-        return f"({' '.join(parts)})"
-    if leaf == 5:
-        return f"({draw(st.sampled_from(USUAL))})"
-    if leaf == 6:
-        return draw(loads("bool", depth))
-    if leaf == 7:
-        symbol = draw(st.sampled_from(("<", "<=", ">", "==", "!=")))
-        return f"({draw(exact(depth - 1))} {symbol} {draw(exact(depth - 1))})"
-    a, b = bools(depth - 1), bools(depth - 1)
-    if leaf <= 9:
-        return f"({draw(a)} {draw(st.sampled_from(('and', 'or', '&', '|', '^', '==')))} {draw(b)})"
-    if leaf == 10:
-        return f"(not {draw(a)})"
-    return f"({draw(a)} if {draw(b)} else {draw(bools(depth - 1))})"
-
-
-@st.composite
-def loads(draw: st.DrawFn, kind: str, depth: int) -> str:
-    """A read of a table, often outside of it."""
-    name, rank = draw(st.sampled_from(sorted(TABLES[kind].items())))
-    return f"{name}[{', '.join(draw(ints(min(depth - 1, 1))) for _ in range(rank))}]"
-
-
-@st.composite
-def scores(draw: st.DrawFn, depth: int) -> str:
-    """A float that may read s; a decision on s is exact, since s is a multiple of 1/16."""
-    leaf = draw(st.integers(0, 9 if depth > 0 else 2))
-    if leaf == 0:
-        return "s"
-    if leaf <= 2:
-        return f"clamp({draw(exact(max(depth - 1, 1)))}, -4.0, 4.0)"
-    a, b = scores(depth - 1), scores(depth - 1)
-    if leaf <= 4:
-        return f"({draw(a)} {draw(st.sampled_from(('+', '-', '*')))} {draw(b)})"
-    if leaf == 5:
-        name = draw(
-            st.sampled_from(("tanh", "sigmoid", "softplus", "sin", "cos", "erf", "abs", "-"))
-        )
-        return f"{name}({draw(a)})"
-    if leaf == 6:
-        name = draw(st.sampled_from(("exp(-", "exp2(-", "expm1(-", "log1p(", "sqrt(1.0 + ",
-                                     "rsqrt(1.0 + ", "log(1.0 + ", "log2(1.0 + ")))  # fmt: skip
-        return f"{name}abs({draw(a)}))"
-    if leaf == 7:
-        return f"({draw(a)} / (1.0 + abs({draw(b)})))"
-    if leaf == 8:
-        condition = draw(
-            st.sampled_from(("s < 0.25", "s >= -0.5", "abs(s) > 1.0", "floor(s * 4.0) % 3 == 1"))
-        )
-        return f"where({condition}, {draw(a)}, {draw(b)})"
-    return f"where({draw(bools(depth - 1))}, {draw(a)}, {draw(b)})"
-
-
-@st.composite
-def bodies(draw: st.DrawFn) -> str:
-    """A variant with a score, a mask, or both."""
-    lines = []
-    for name in draw(st.sampled_from(((), (), ("t0",), ("t0", "t1")))):
-        lines.append(f"let {name} = {draw(ints(2))}")
-    what = draw(st.sampled_from(("mask", "score", "both", "both", "excluded")))
-    score, condition = draw(scores(3)), draw(bools(3))
-    for line in lines:
-        # A local takes the place of an index somewhere.
-        local = line.split()[1]
-        condition = condition.replace("i - j", local, 1)
-        score = score.replace("(j)", local, 1)
-    if what == "excluded":
-        score = f"where({condition}, {score}, -inf)"
-    if what in ("score", "both", "excluded"):
-        lines.append(f"score {score}")
-    if what in ("mask", "both"):
-        lines.append(f"mask {condition}")
-    return "\n".join(lines)
-
-
-# -- calls -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Draw:
-    """Sizes and values of one call."""
-
-    seed: int
-    q_len: int
-    kv_len: int
-    q_offset: int
-    by_value: bool
-    per_batch: bool  # offsets and lengths of each sequence
-
-    @property
-    def shape(self) -> Shape:
-        return Shape(2, 4, 2, self.q_len, self.kv_len, 8, 4)
-
-
-calls = st.builds(
-    Draw,
-    st.integers(0, 999),
-    st.sampled_from((1, 5, 17)),
-    st.sampled_from((3, 18, 40)),
-    st.sampled_from((0, 0, 3, 20)),
-    st.booleans(),
-    st.sampled_from((False, False, True)),
-)
-NUMBERS = (0, 1, 2, -1, 3, -7, 16, 64, 100, -100, 2**31, 2**47, -(2**47))
-
-
-def captures(call: Draw) -> dict[str, Any]:
-    """Values for every capture: ints of either sign and of many sizes, zeros, nan at times."""
-    rng = np.random.default_rng(call.seed)
-    length = max(call.q_offset + call.q_len, call.kv_len)
-    reals = np.array([0.0, -0.0, 0.5, -1.5, 2.0, 0.1, -0.7, 3.0, 1e-3, 40.0], np.float32)
-
-    def number(value: Any) -> Any:
-        return value if call.by_value else torch.tensor(value)
-
-    return {
-        "keep": torch.from_numpy(rng.random(length) < 0.6),
-        "pair": torch.from_numpy(rng.random((call.q_offset + call.q_len, call.kv_len)) < 0.6),
-        "doc": torch.from_numpy(rng.integers(-1, 5, length).astype(np.int32)),
-        "seq": torch.from_numpy(np.sort(rng.integers(0, 4, (2, length)), axis=1)),
-        "wide": torch.from_numpy(rng.choice(NUMBERS, length)),
-        "bias": torch.from_numpy(rng.choice(reals, length)),
-        "rel": torch.from_numpy(rng.choice(reals, (4, length)).astype(np.float64)),
-        "flag": number(bool(rng.random() < 0.5)),
-        "n": number(int(rng.choice(NUMBERS[:10]))),
-        "m": number(int(rng.choice(NUMBERS))),
-        "x": number(float(rng.choice(reals))),
-        "y": number(float(rng.choice(reals))),
-    }
-
-
-def declaration(name: str) -> str:
-    """Tables have dimensions without a meaning, so that any index may be read at any length."""
-    rank = next((ranks[name] for ranks in TABLES.values() if name in ranks), 0)
-    return f"{name}: tensor[{', '.join(f'{name}{axis}' for axis in range(rank))}]" if rank else name
-
-
-def inputs(call: Draw) -> tuple[Tensor, ...]:
-    """q and k of halves, so that s = q k / 4 is exact; v is anything."""
-    make = torch.Generator().manual_seed(call.seed)
-    q, k, v = (torch.randn(shape, generator=make) for shape in call.shape.shapes)
-    return (q * 2).round().clamp(-3, 3) / 2, (k * 2).round().clamp(-3, 3) / 2, v
-
-
-def check(body: str, call: Draw, backend: str) -> None:
-    """A backend and the oracle agree on out and LSE, and on where they are not finite."""
-    used = set(re.findall(r"\w+", body))
-    given_captures = {k: on(backend, x) for k, x in captures(call).items() if k in used}
-    attn = parse(f"variant v({', '.join(map(declaration, given_captures))}) {{\n{body}\n}}")
-    q, k, v = (on(backend, x) for x in inputs(call))
-    options: dict[str, Any] = {"scale": 0.25, "q_offset": call.q_offset, "return_lse": True}
-    if call.per_batch:
-        options["q_offset"] = on(backend, torch.tensor([call.q_offset, call.q_offset // 2]))
-        options["kv_lens"] = on(backend, torch.tensor([call.kv_len // 2, call.kv_len + 1]))
-    # A decision in the mask shows in the LSE; a weight of exactly 0 could hide it from out.
-    out, lse = attn(q, k, v, backend=backend, **options, **given_captures)
-    wanted, wanted_lse = attn.eager(q, k, v, **options, **given_captures)
-    agree(lse, wanted_lse, 2e-4)
-    agree(out, wanted, 2e-4)
+# Of gradients: Triton's interpreter takes about a second for each.
+GRADIENTS = {"cpu": 60, "triton": 8}
 
 
 @each_backend
@@ -281,7 +32,25 @@ def test_random_variants(backend: str) -> None:
     @given(bodies(), calls)
     def law(body: str, call: Draw) -> None:
         note(body)
-        check(body, call, backend)
+        check_forward(body, call, backend)
+
+    law()
+
+
+@each_backend
+def test_gradients_of_random_variants(backend: str) -> None:
+    @settings(
+        max_examples=GRADIENTS[backend] * FACTOR,
+        derandomize=FACTOR == 1,
+        phases=[Phase.generate, Phase.shrink],
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(bodies(), wide_calls(backend))
+    def law(body: str, call: Draw) -> None:
+        note(body)
+        check_gradients(body, call, backend)
 
     law()
 
@@ -299,4 +68,4 @@ CALL = Draw(1, 17, 40, 3, True, False)
 @pytest.mark.parametrize("body", FOUND)
 def test_found_by_random_variants(body: str, backend: str) -> None:
     for by_value in (True, False):
-        check(body, replace(CALL, by_value=by_value), backend)
+        check_forward(body, replace(CALL, by_value=by_value), backend)
