@@ -14,7 +14,7 @@ HAS_TORCH := from importlib.metadata import version as v; \
 	import sys; sys.exit(tuple(map(int, v("torch").split(".")[:2])) < (2, 10))
 UNPINNED := grep -vE '^(torch|triton)=='
 
-.PHONY: demo test lint types pytest gpu-test compile-all docs clean
+.PHONY: demo test lint types pytest gpu-test compile-all fuzz fuzz-parsers docs clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -38,6 +38,17 @@ gpu-test: $(READY)
 
 compile-all: $(READY)
 	$(BIN)/pytest -q -n 2 -m compile_all tests/test_compile.py
+
+# Minutes of random variants against the oracle, and of mutated inputs of both front ends; what is
+# found is written to build/. SECONDS= and SEED= change how long and from where.
+SECONDS ?= 1800
+SEED ?= 0
+
+fuzz: $(READY)
+	PYTHONPATH=tests $(BIN)/python tests/fuzz_whole.py --seconds $(SECONDS) --seed $(SEED)
+
+fuzz-parsers: $(READY)
+	PYTHONPATH=tests $(BIN)/python tests/fuzz_parsers.py --seconds $(SECONDS) --seed $(SEED)
 
 # The site, in build/site.
 docs: $(READY)

@@ -168,6 +168,7 @@ def bounds() -> str:
         ["operations of a score or mask when written out", names.MAX_TERMS],
         ["magnitude of a captured int", f"2**{names.MAX_INT.bit_length() - 1}"],
         ["characters of mini-language text", source.MAX_TEXT],
+        ["names, numbers and signs of it", source.MAX_WORDS],
         ["brackets inside brackets", source.MAX_NESTING],
     )
     return table("what | at most", [[what, str(most)] for what, most in rows])

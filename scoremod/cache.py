@@ -355,7 +355,9 @@ class Cache:
 
 def _own_bytes(file: Path) -> bytes:
     """A file's content, if only its owner can write it, and that is the user or root."""
-    handle = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    # Without waiting: a pipe of that name would keep its reader for ever.
+    flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    handle = os.open(file, os.O_RDONLY | flags)
     with open(handle, "rb") as opened:
         status = os.fstat(handle)
         owners = (os.getuid(), 0) if hasattr(os, "getuid") else (status.st_uid,)

@@ -2,7 +2,8 @@
 
     s - slopes[h] * (i - j)   ->   return s - load_1d(slopes, h) * (i - j).to(tl.float32)
 
-Operations that several others use get a name, so that each is computed once.
+Operations that several others use get a name, so that each is computed once; so do those that are
+nested too deeply to be read, by people or by Python, which knows 200 brackets inside brackets.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from .ir.expr import Expr, postorder
 from .ir.ops import Op
 from .ir.show import ATOM, COMPARE
+
+MAX_DEPTH = 40  # operations in operations of one line; each has three brackets at most
 
 # A text with how tightly its outermost operator binds.
 Text = tuple[str, int]
@@ -69,15 +72,18 @@ def emit(roots: Sequence[Expr], spelling: Spelling, prefix: str = "t") -> list[s
     shared = _shared(roots)
     lines: list[str] = []
     texts: dict[bytes, Text] = {}
+    depths: dict[bytes, int] = {}
     for node in postorder(*roots):
         if node.digest in texts:
             continue
         text = spelling[node.op](node, [texts[a.digest] for a in node.args])
-        if node.digest in shared:
+        depth = 1 + max((depths[a.digest] for a in node.args), default=0)
+        if node.digest in shared or depth > MAX_DEPTH:
+            depth = 0
             name = f"{prefix}{len(lines)}"
             lines.append(f"{name} = {text[0]}")
             text = (name, ATOM)
-        texts[node.digest] = text
+        texts[node.digest], depths[node.digest] = text, depth
     return [*lines, f"return {', '.join(texts[r.digest][0] for r in roots)}"]
 
 

@@ -20,7 +20,7 @@ from . import attention, autograd
 from .autograd import Call, Pair
 from .binding import bind
 from .errors import BackendUnavailable
-from .frontend.source import read_text_source
+from .frontend.source import MAX_TEXT, read_text_source
 from .gradients import Result
 from .inputs import check_inputs, empty_like_q
 from .origin import Leaf
@@ -86,7 +86,8 @@ def attend(text: str, how: str, qkv: Sequence[Tensor], values: Sequence[Any]) ->
 
 @functools.lru_cache(maxsize=1024)
 def _program(text: str) -> Program:
-    return read(Leaf(read_text_source(text, "<exported>")), {})
+    # Printed by scoremod, where the loops of a short source are written out.
+    return read(Leaf(read_text_source(text, "<exported>", max_words=MAX_TEXT)), {})
 
 
 @functools.lru_cache(maxsize=4096)

@@ -270,6 +270,13 @@ def test_an_entry_of_somebody_else_is_not_trusted(
     assert Cache(folder).verify() == [NAME]
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no pipes with names")
+def test_a_pipe_in_place_of_an_entry_is_not_waited_for(folder: Path) -> None:
+    folder.mkdir()
+    os.mkfifo(folder / f"{NAME}{SUFFIX}")
+    assert Cache(folder).get_or_compile(NAME, kernel) == kernel()
+
+
 # -- folders that cannot be written ------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from tile_catalogue import catalogue
 from tile_masks import DIRECTED, Launch, launches, masks, parse
 from tile_mutants import MUTANTS
 
+import scoremod
 from scoremod.analysis.tiles import EMPTY, FULL, PARTIAL, TileMap, classify, explain_atoms
 from scoremod.errors import ScoremodError
 from scoremod.ir.expr import Expr
@@ -47,6 +48,12 @@ def check_sound(mask: Expr, launch: Launch, dense: Array) -> Array:
 @given(masks(), launches())
 def test_proved_tiles_are_so(mask: Expr, launch: Launch) -> None:
     check_sound(mask, launch, launch.dense(mask))
+
+
+def test_runs_longer_than_any_sequence() -> None:
+    """2**78 positions: more than 64 bits hold."""
+    text = "variant v(c: int = 8192) { mask i // c == j // c // c // c // c // c // c }"
+    assert (scoremod.parse(text).tiles(300, 300).kind == FULL).all()
 
 
 @pytest.mark.parametrize(("mask", "values"), DIRECTED)

@@ -53,6 +53,10 @@ def uncut(side: Side) -> Pieces:
 _SCATTERS = frozenset((Op.LOAD, Op.BITAND, Op.BITOR, Op.BITXOR, Op.SHR))
 
 
+# A run longer than any sequence is not worth a cut, and its length must fit in 64 bits.
+MAX_PERIOD = 2**47
+
+
 @functools.lru_cache(maxsize=512)
 def periods(mask: Expr, x: str) -> list[Period]:
     """The runs in a mask, longest first."""
@@ -62,7 +66,7 @@ def periods(mask: Expr, x: str) -> list[Period]:
         if node.op in _SCATTERS or id(node) in scattered:
             scattered.update(map(id, node.args))
         key = _period(node, x)
-        if key is not None:
+        if key is not None and key[0] <= MAX_PERIOD:
             found[key] = found.get(key, False) or id(node) in scattered
     return sorted((Period(*key, each) for key, each in found.items()), reverse=True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import keyword
 import math
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -480,6 +481,13 @@ def check_name(name: str, span: Span | None) -> None:
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ReservedName(
             f"a capture cannot be called `{name}`: a call could not give it by keyword", span=span
+        )
+    if (known := unicodedata.normalize("NFKC", name)) != name:
+        # Such names are equal in a kernel, and in the keyword arguments of a call.
+        raise ReservedName(
+            f"a capture cannot be called `{name}`: Python reads that as `{known}`",
+            span=span,
+            hint="write it in plain letters",
         )
     if name in FORBIDDEN:
         what = "a keyword of the call" if name in CALL_KEYWORDS else "a keyword of a method"

@@ -10,6 +10,7 @@ import ast
 import builtins
 import functools
 import inspect
+import itertools
 import linecache
 import os
 import re
@@ -26,6 +27,9 @@ from ..resources import read_text
 
 MAX_TEXT = 200_000  # characters of mini-language text; a variant is a page, not a book
 MAX_NESTING = 200  # brackets inside brackets
+MAX_WORDS = 6_000  # names, numbers and signs: read at some 0.1 ms each, so within a second
+
+MAX_NODES = 12_000  # of a function's syntax tree, for the same reason
 
 FunctionNode = ast.FunctionDef | ast.Lambda
 
@@ -130,15 +134,23 @@ def attribute(owner: Any, name: str) -> FreeVariable:
 
 def _span(file: str, node: ast.AST, owner: str) -> Span:
     line: int = getattr(node, "lineno", 1)
-    text = linecache.getline(file, line).rstrip("\n")
+    text = _stripped(linecache.getline(file, line))
     start = _characters(text, getattr(node, "col_offset", 0))
     same_line = getattr(node, "end_lineno", line) == line
     end = _characters(text, getattr(node, "end_col_offset", 0)) if same_line else len(text)
     return Span(display_path(file), line, start + 1, end + 1, text, owner)
 
 
+@functools.lru_cache(maxsize=64)
+def _stripped(line: str) -> str:
+    """Without its end; one string for all the places of a long line."""
+    return line.rstrip("\n")
+
+
 def _characters(line: str, offset: int) -> int:
     """ast counts bytes of UTF-8; people count characters."""
+    if line.isascii():
+        return min(offset, len(line))
     return len(line.encode()[:offset].decode(errors="ignore"))
 
 
@@ -220,7 +232,19 @@ def find_node(function: types.FunctionType) -> FunctionNode:
             "scoremod.parse(text)",
         )
     # Nested lambdas on one line: the innermost that holds all of the code.
-    return min(found, key=lambda n: (n.end_lineno or 0, (n.end_col_offset or 0) - n.col_offset))
+    node = min(found, key=lambda n: (n.end_lineno or 0, (n.end_col_offset or 0) - n.col_offset))
+    if _size(node) > MAX_NODES:
+        raise UnsupportedPython(
+            f"`{code.co_name}` is too long: its syntax tree has more than {MAX_NODES} nodes",
+            hint="read tables instead of long chains",
+        )
+    return node
+
+
+@functools.lru_cache(maxsize=64)
+def _size(node: FunctionNode) -> int:
+    """How many nodes a tree has, as far as that matters."""
+    return sum(1 for _ in itertools.islice(ast.walk(node), MAX_NODES + 1))
 
 
 def _module_tree(file: str) -> ast.Module | None:
@@ -307,7 +331,9 @@ def parser(start: str = "start") -> lark.Lark:
     )
 
 
-def read_text_source(text: str, file: str = "<text>", start: str = "start") -> TextSource:
+def read_text_source(
+    text: str, file: str = "<text>", start: str = "start", max_words: int = MAX_WORDS
+) -> TextSource:
     """Parse mini-language text; a mistake says what was expected."""
     if not isinstance(text, str):
         raise LanguageError(
@@ -319,7 +345,9 @@ def read_text_source(text: str, file: str = "<text>", start: str = "start") -> T
             f"the text has {len(text)} characters; {MAX_TEXT} are allowed",
             hint="a variant is a page, not a book: read tables instead of long chains",
         )
+    _check_characters(text, file)
     _check_nesting(text, file)
+    _check_words(text, max_words)
     try:
         tree: lark.Tree[Any] = parser(start).parse(text)
     except lark.exceptions.UnexpectedInput as error:
@@ -336,6 +364,24 @@ def _check_nesting(text: str, file: str) -> None:
             if depth > MAX_NESTING:
                 span = Span(file, number, column, column + 1, line)
                 raise LanguageError(f"brackets are nested more than {MAX_NESTING} deep", span=span)
+
+
+def _check_characters(text: str, file: str) -> None:
+    """Also in comments, which stand at the head of kernels."""
+    found = re.search(r"[\x00-\x08\x0b\x0e-\x1f\x7f\ud800-\udfff]", text)
+    if found is not None:
+        line = text.count("\n", 0, found.start()) + 1
+        place = f"line {line} of {file}"
+        raise LanguageError(f"{place} has the character {found[0]!r}, which is no text")
+
+
+def _check_words(text: str, most: int) -> None:
+    words = sum(1 for _ in re.finditer(r"\w+|[^\w\s]", re.sub(r"#[^\n]*", "", text)))
+    if words > most:
+        raise LanguageError(
+            f"the text has {words} names, numbers and signs; {most} are allowed",
+            hint="a variant is a page, not a book: read tables instead of long chains",
+        )
 
 
 # -- what was expected -------------------------------------------------------------------------
