@@ -19,8 +19,8 @@ from scoremod.errors import ReservedName, ScoremodError, UnsupportedPython
 from scoremod.frontend.source import MAX_NODES
 
 # Names that stand in the kernels or mean something to Python or Jinja.
-NAMES = """torch tl triton FLOAT scores as_float v_score attention_fwd q_tile m_i acc plan self exec
-print __class__ __builtins__ __import__ _ range mask variant match type t0 place""".split()
+NAMES = """torch tl FLOAT scores v_score attention_fwd q_tile plan self __builtins__ _ match
+t0""".split()
 HOSTILE = [
     "x): import os #",
     "a\nimport os",
