@@ -14,7 +14,7 @@ HAS_TORCH := from importlib.metadata import version as v; \
 	import sys; sys.exit(tuple(map(int, v("torch").split(".")[:2])) < (2, 10))
 UNPINNED := grep -vE '^(torch|triton)=='
 
-.PHONY: demo test lint types pytest gpu-test compile-all clean
+.PHONY: demo test lint types pytest gpu-test compile-all fuzz-tiles clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -38,6 +38,9 @@ gpu-test: $(READY)
 
 compile-all: $(READY)
 	$(BIN)/pytest -q -n 2 -m compile_all tests/test_compile.py
+
+fuzz-tiles: $(READY)
+	SCOREMOD_TILE_EXAMPLES=30000 $(BIN)/pytest -q tests/test_tiles.py -k test_proved_tiles_are_so
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
