@@ -14,7 +14,7 @@ HAS_TORCH := from importlib.metadata import version as v; \
 	import sys; sys.exit(tuple(map(int, v("torch").split(".")[:2])) < (2, 10))
 UNPINNED := grep -vE '^(torch|triton)=='
 
-.PHONY: demo test lint types pytest gpu-test compile-all fuzz-tiles clean
+.PHONY: demo test lint types pytest gpu-test compile-all compile-newest fuzz-tiles clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -38,6 +38,12 @@ gpu-test: $(READY)
 
 compile-all: $(READY)
 	$(BIN)/pytest -q -n 2 -m compile_all tests/test_compile.py
+
+# The same kernels under the newest release of Triton, in a folder of its own.
+compile-newest: $(READY)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade \
+		--target build/triton triton
+	PYTHONPATH=build/triton $(BIN)/pytest -q -n 2 tests/test_compile.py -k "six and not backwards"
 
 fuzz-tiles: $(READY)
 	SCOREMOD_TILE_EXAMPLES=30000 $(BIN)/pytest -q tests/test_tiles.py -k test_proved_tiles_are_so
