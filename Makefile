@@ -14,7 +14,8 @@ HAS_TORCH := from importlib.metadata import version as v; \
 	import sys; sys.exit(tuple(map(int, v("torch").split(".")[:2])) < (2, 10))
 UNPINNED := grep -vE '^(torch|triton)=='
 
-.PHONY: demo test lint types pytest gpu-test compile-all fuzz fuzz-parsers docs clean
+.PHONY: demo test lint types pytest gpu-test compile-all compile-newest fuzz fuzz-parsers fuzz-tiles \
+	docs clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -55,6 +56,15 @@ docs: $(READY)
 	@$(BIN)/python -c 'import material' 2> /dev/null || $(BIN)/python -m pip install -qq \
 		--disable-pip-version-check -c $(VENV)/constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The same kernels under the newest release of Triton, in a folder of its own.
+compile-newest: $(READY)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade \
+		--target build/triton triton
+	PYTHONPATH=build/triton $(BIN)/pytest -q -n 2 tests/test_compile.py -k "six and not backwards"
+
+fuzz-tiles: $(READY)
+	SCOREMOD_TILE_EXAMPLES=30000 $(BIN)/pytest -q tests/test_tiles.py -k test_proved_tiles_are_so
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

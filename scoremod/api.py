@@ -94,7 +94,10 @@ class Variant:
         """Attention of q [B, Hq, Lq, D] over k [B, Hk, Lk, D] and v [B, Hk, Lk, Dv].
 
         Returns out [B, Hq, Lq, Dv], or (out, lse) with lse [B, Hq, Lq] in natural log. `i` runs
-        from `q_offset` (int, or int tensor [B]); keys from `kv_lens` [B] on are not read.
+        from `q_offset` (int, or int tensor [B]); keys from `kv_lens` [B] on are not read. `tiles`
+        is what `prepare` gives, or a list of blocks that may be visited. `deterministic` asks for
+        gradients of the same bits in each run, by default as torch's own switch does; only captures
+        that are read at scattered places have others, and raise then.
         """
         if torch.compiler.is_compiling() or (backend != "eager" and library.is_watched(q)):
             if tiles is not None:
@@ -117,8 +120,8 @@ class Variant:
         inputs = check_inputs(
             q, k, v, scale=scale, q_offset=q_offset, kv_lens=kv_lens, precision=precision
         )
-        if tiles is not None:
-            inputs = replace(inputs, tiles=_tiles(tiles, inputs))
+        if tiles is not None or deterministic is not None:
+            inputs = replace(inputs, tiles=_tiles(tiles, inputs), deterministic=deterministic)
         program, bound = self._bind(captures, inputs.sizes, inputs.q.device)
         known = self._type(program, bound)
         name, _ = attention.choose_backend(known, inputs, bound, backend)
@@ -609,9 +612,9 @@ class Variant:
         return Variant(origin, {**self._fixed, **other._fixed})
 
 
-def _tiles(given: Any, inputs: Inputs) -> Tiles | Blocks:
+def _tiles(given: Any, inputs: Inputs) -> Tiles | Blocks | None:
     """What `tiles=` means: a prepared structure, or the user's own list of blocks."""
-    if isinstance(given, Tiles):
+    if given is None or isinstance(given, Tiles):
         return given
     batch, q_heads, q_len, _ = inputs.q.shape
     return read_blocks(given, batch, q_heads, q_len, inputs.k.shape[2], inputs.q.device)

@@ -22,7 +22,7 @@ from .plan_triton import ELEMENT_BYTES, SMALL, Options, TritonPlan, tiles_of, tr
 from .ready import Interpreted, Ready, ready, stored
 from .render import render
 from .structure import Sizes, Stored, store_structure, structure
-from .target import INTERPRETER, Target
+from .target import INTERPRETER, Target, Tile
 from .tiles import Tiles
 
 INT32_MAX = 2**31 - 1
@@ -163,13 +163,23 @@ def forward(program: Typed, chosen: Options, device: torch.device) -> Ready:
 def compile_forward(program: Typed, chosen: Options, target: Target) -> Kernel:
     """Compile the attention kernel, with a smaller tile where the score needs more memory."""
     for tile in tiles_of(program, chosen, target):
-        kernel = compile_plan(triton_plan(program, chosen, target, tile))
+        kernel = _without_spills(program, chosen, target, tile)
         # A table of pairs is prefetched through shared memory too, which no table foresees.
         if kernel.shared <= target.shared:
             return kernel
     raise BackendUnavailable(
         f"no tile of `{program.name}` fits the {target.shared} bytes of shared memory of {target}"
     )
+
+
+def _without_spills(program: Typed, chosen: Options, target: Target, tile: Tile) -> Kernel:
+    """A kernel for a tile; where it spills registers, the better of two ways to find places."""
+    plan = triton_plan(program, chosen, target, tile)
+    kernel = compile_plan(plan)
+    if kernel.spills == 0 or not plan.places_ahead:
+        return kernel
+    other = compile_plan(triton_plan(program, chosen, target, tile, few_registers=True))
+    return other if other.spills < kernel.spills else kernel
 
 
 def compile_plan(plan: TritonPlan) -> Kernel:

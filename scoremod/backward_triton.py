@@ -200,8 +200,8 @@ def _reads_of(
 
 
 def _require_deterministic(call: Call) -> None:
-    """Raise where torch asks for determinism and a capture's gradient needs atomic additions."""
-    if not torch.are_deterministic_algorithms_enabled():
+    """Raise where the same bits are asked for and a capture's gradient needs atomic additions."""
+    if not call.inputs.must_repeat:
         return
     for read in call.reads:
         if read.pattern is Pattern.SCATTERED:
@@ -210,7 +210,8 @@ def _require_deterministic(call: Call) -> None:
                 "whose order changes from run to run",
                 span=call.learned_with(read.capture)[1].capture.span,
                 hint="it is read at places that are not rows, columns, diagonals or pairs of "
-                "their own; do without torch.use_deterministic_algorithms(True), or detach it",
+                "their own; do without torch.use_deterministic_algorithms(True) and "
+                "deterministic=True, or detach it",
             )
 
 

@@ -35,6 +35,7 @@ class Inputs:
     kv_lens: torch.Tensor | None
     precision: str = "auto"
     tiles: Any = None  # prepared Tiles, or the user's Blocks
+    deterministic: bool | None = None  # None: as torch's own switch says
 
     @property
     def sizes(self) -> Sizes:
@@ -47,6 +48,13 @@ class Inputs:
             self.k.shape[2],
             self.q_offset if isinstance(self.q_offset, int) else None,
         )
+
+    @property
+    def must_repeat(self) -> bool:
+        """Whether gradients have to be the same bits in each run."""
+        if self.deterministic is None:
+            return torch.are_deterministic_algorithms_enabled()
+        return self.deterministic
 
     @property
     def gqa_group(self) -> int:

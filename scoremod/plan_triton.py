@@ -216,6 +216,7 @@ class TritonPlan:
     tile: Tile
     block_d: int
     block_dv: int
+    places_ahead: bool  # the places of a tile are computed before the loops
 
     @property
     def wide_scalars(self) -> tuple[str, ...]:
@@ -253,16 +254,6 @@ class TritonPlan:
     @property
     def neighbours(self) -> tuple[Pair, ...]:
         return neighbours_of(self.runs)
-
-    @property
-    def places_ahead(self) -> bool:
-        """Whether the places of a tile are computed before the loops.
-
-        It saves 23 of 385 instructions a tile at head dim 128, but costs 24 registers, which at
-        head dim 64 take the third program from each multiprocessor (ALiBi: 1.22 -> 1.01), and where
-        a structure is read spill.
-        """
-        return self.block_d >= 128 and not self.stored
 
     @property
     def plain_score(self) -> bool:
@@ -308,9 +299,19 @@ class TritonPlan:
 
 
 def triton_plan(
-    program: Typed, options: Options, target: Target, tile: Tile | None = None
+    program: Typed,
+    options: Options,
+    target: Target,
+    tile: Tile | None = None,
+    *,
+    few_registers: bool = False,
 ) -> TritonPlan:
-    """Decide the forward kernel; `tile` replaces the one of the table."""
+    """Decide the forward kernel; `tile` replaces the one of the table.
+
+    Places computed ahead save 23 of 385 instructions a tile at head dim 128, but take 24 registers:
+    at head dim 64 the third program of each multiprocessor (ALiBi: 1.22 -> 1.01), and where a
+    structure is read they spill.
+    """
     program = with_kernel_names(program, "triton")
     block_d, block_dv = padded(options.head_dim), padded(options.v_head_dim)
     score = program.score_function
@@ -340,6 +341,7 @@ def triton_plan(
         tile=tile or tiles_of(program, options, target)[0],
         block_d=block_d,
         block_dv=block_dv,
+        places_ahead=block_d >= 128 and not options.stored and not few_registers,
     )
 
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,13 @@ import pytest
 
 import scoremod
 from scoremod import Variant, variants
+from scoremod.attend_triton import compile_forward
 from scoremod.backends.compile_triton import Kernel, Report, code_report, compile_kernel
-from scoremod.backends.triton import TRITON
 from scoremod.backward_triton import compile_backward
 from scoremod.errors import BackendUnavailable
 from scoremod.plan import assumed_params, typed
 from scoremod.plan_triton import Argument, Options, TritonPlan, triton_plan
 from scoremod.plan_triton_backward import DIAGONALS, DKDV, DQ, PAIRS, Learned, groups_of
-from scoremod.render import render
 from scoremod.target import parse_target
 
 SIX: dict[str, Variant] = {
@@ -45,21 +45,6 @@ def plan(variant: Variant, target: str, **options: Any) -> TritonPlan:
     return triton_plan(declared, Options(**chosen), parse_target(target))
 
 
-def build(plan: TritonPlan, edit: Callable[[str], str] = str) -> Kernel:
-    return compile_kernel(
-        edit(render("attention_fwd.py", plan, TRITON)),
-        "attention_fwd",
-        plan.arguments,
-        plan.constants,
-        plan.target,
-        num_warps=plan.tile.num_warps,
-        num_stages=plan.tile.num_stages,
-        aligned=plan.options.aligned,
-        even=plan.options.even,
-        fp_fusion=True,
-    )
-
-
 @pytest.fixture(scope="module")
 def apart() -> Iterator[Callable[..., Any]]:
     """Call a function in a process where Triton's interpreter was never asked for.
@@ -74,7 +59,13 @@ def apart() -> Iterator[Callable[..., Any]]:
 
 
 def compile_it(name: str, target: str, options: dict[str, Any]) -> Kernel:
-    return build(plan({**STOCK, **SIX}[name], target, **options))
+    """The forward kernel as a call would take it."""
+    variant = {**STOCK, **SIX}[name]
+    made = plan(variant, target, **options)
+    program = typed(variant._program, assumed_params(variant._program))
+    stored = not program.half_lines
+    chosen = replace(made.options, stored=stored, even=not stored)
+    return compile_forward(program, chosen, made.target)
 
 
 def check(kernel: Kernel, target: str) -> None:

@@ -166,7 +166,7 @@ def test_a_call_whose_kernel_does_badly_is_named_and_not_tried_again(
         tried.append(1)
         raise BackendUnavailable("no configuration suits", hint="another backend")
 
-    monkeypatch.setattr(attend_hopper, "stored", stored)
+    monkeypatch.setattr(attend_hopper, "store", stored)
     monkeypatch.setattr(attend_hopper, "gpu", lambda index: H200)
     monkeypatch.setattr(attend_hopper, "_REFUSED", {})
     q = empty(2, 4, 128, 64)

@@ -11,7 +11,9 @@ import torch
 from scoremod import Variant, variants
 from scoremod.attend_triton import options
 from scoremod.inputs import check_inputs
+from scoremod.plan_triton import RECORD, tiles_of
 from scoremod.structure import structure_key
+from scoremod.target import parse_target
 
 LENGTHS = [128 + 7 * n for n in range(29)] + [4096]
 BATCHES = (1, 2, 3, 5, 8)
@@ -76,3 +78,17 @@ def test_what_differs_does_not_share() -> None:
     ]
     found = [kernels(parse(t), iter([(1, 256, {"w": 5})])) for t in texts]
     assert len(set.union(*found)) == sum(len(f) for f in found)
+
+
+@pytest.mark.parametrize(("length", "tile"), [(8192, (64, 32)), (10**6, (64, 64))])
+def test_a_long_sequence_has_coarser_tiles(length: int, tile: tuple[int, int]) -> None:
+    """A structure for a million tokens stays below 64 MB."""
+    q = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16).expand(1, 1, length, 64)
+    inputs = check_inputs(q, q, q, scale=None, q_offset=0, kv_lens=None, precision="auto")
+    doc = torch.zeros(1, 1, dtype=torch.int32)
+    known = variants.document._type(*variants.document._bind({"doc": doc}, inputs.sizes, q.device))
+    chosen = options(known, inputs, ())
+    found = tiles_of(known, chosen, parse_target("cuda:90"))[0]
+    assert (found.block_m, found.block_n) == tile
+    rows, columns = -(-length // found.block_m), -(-length // found.block_n)
+    assert 4 * rows * (RECORD + 2 * -(-columns // 32)) < 64e6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,7 +45,11 @@ def check_sound(mask: Expr, launch: Launch, dense: Array) -> Array:
 # -- soundness -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=2000)
+# `make fuzz-tiles` asks for a million tiles.
+EXAMPLES = int(os.environ.get("SCOREMOD_TILE_EXAMPLES", "2400"))
+
+
+@settings(max_examples=EXAMPLES)
 @given(masks(), launches())
 def test_proved_tiles_are_so(mask: Expr, launch: Launch) -> None:
     check_sound(mask, launch, launch.dense(mask))
