@@ -783,3 +783,11 @@ def test_25000_queries_and_keys_in_little_memory() -> None:
     done = subprocess.run([sys.executable, "-c", LONG], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 300 * 1024  # KiB
+
+
+def test_a_constant_score_is_float64_in_a_float64_call() -> None:
+    attn = parse("variant v() { score tanh(clamp(1.0, -4.0, 4.0)) }")
+    q, k, v = tensors(Shape(1, 1, 1, 5, 7), f64)
+    found, wanted = (f(q, k, v, return_lse=True) for f in (attn, attn.eager))
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-14)

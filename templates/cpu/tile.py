@@ -10,7 +10,8 @@ FLOAT = torch.float32
 
 
 def as_float(x):
-    return torch.as_tensor(x).to(FLOAT)
+    """A number in FLOAT at once: as a tensor of its own it would be float32 first."""
+    return x.to(FLOAT) if isinstance(x, torch.Tensor) else torch.as_tensor(x, dtype=FLOAT)
 
 
 def as_int(x):
