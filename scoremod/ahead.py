@@ -226,7 +226,7 @@ class Job:
 
 def jobs(program: Program, wish: Wish, text: tuple[str, ...]) -> list[Job]:
     """All that a bundle is to serve; `text` are the user's own words."""
-    targets, shapes = [parse_target(word) for word in wish.targets], wish.shapes
+    targets, shapes = [_target(word) for word in wish.targets], wish.shapes
     found = []
     for known, target, shape in itertools.product(programs(program, wish, text), targets, shapes):
         trained = learning(known) if "bwd" in wish.phases else [(known, ())]
@@ -238,6 +238,13 @@ def jobs(program: Program, wish: Wish, text: tuple[str, ...]) -> list[Job]:
             for one, learned in trained:
                 usual = usual_options(one, *shape)
                 found += [Job(one, target, *call, learned) for call in calls(one, usual, "bwd")]
+    return found
+
+
+def _target(word: str) -> Target:
+    found = parse_target(word)
+    if found.kind == "interpreter":
+        raise InputMismatch("there are no kernels for interpreter: it runs text")
     return found
 
 
@@ -331,7 +338,8 @@ def _places(job: Job, shelf: Shelf, reads: Sequence[Read]) -> Iterator[Item]:
     assert job.learned is not None
     for number, read in enumerate(reads):
         what = backward_triton.places_key(job.program, job.options, job.learned, number)
-        if KERNEL_OF[read.pattern] != PAIRS and Kind.of(what, job.target) not in shelf.items:
-            plan = places_plan(job.program, job.options, job.learned, number, job.target)
-            made = backward_triton.compile_small(plan)
-            yield Item(what, job.target, job.call, made)
+        plain = backward_triton.is_plain(read, job.options, repeated=False)
+        if KERNEL_OF[read.pattern] == PAIRS or plain or Kind.of(what, job.target) in shelf.items:
+            continue
+        plan = places_plan(job.program, job.options, job.learned, number, job.target)
+        yield Item(what, job.target, job.call, backward_triton.compile_small(plan))

@@ -576,7 +576,8 @@ def settled(call: Call, number: int, sums: Tensor, line: Line) -> Tensor:
         summed.append(2)
         line = replace(line, length=1)
     sums = sums.sum(summed, keepdim=True) if summed else sums
-    if _is_plain(call, read):
+    repeated = bool(call.learned_with(read.capture)[0].repeated)
+    if is_plain(read, call.options, repeated=repeated):
         return _placed_plainly(call, read, sums)
     gradient = call.zeros(read.capture)
     places, reached = _places(call, number, sums.shape, line)
@@ -589,12 +590,12 @@ def settled(call: Call, number: int, sums: Tensor, line: Line) -> Tensor:
 _AXIS = {"b": 0, "h": 1, "i": 2, "j": 2}
 
 
-def _is_plain(call: Call, read: Read) -> bool:
+def is_plain(read: Read, chosen: Options, *, repeated: bool) -> bool:
     """Whether each axis of the table is an axis of the sums."""
     names = [x.attr for x in read.indices if x.op is Op.INDEX and x.attr in _AXIS]
-    fixed = "i" not in names or not call.options.offset_per_batch
+    fixed = "i" not in names or not chosen.offset_per_batch
     distinct = len(set(names)) == len(names) == len(read.indices)
-    return distinct and fixed and not call.learned_with(read.capture)[0].repeated
+    return distinct and fixed and not repeated
 
 
 def _placed_plainly(call: Call, read: Read, sums: Tensor) -> Tensor:

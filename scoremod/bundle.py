@@ -37,7 +37,7 @@ _SUFFIX = {"cuda": "cubin", "hip": "hsaco"}
 # zipfile can store no earlier time than this.
 _TIME = (1980, 1, 1, 0, 0, 0)
 _DIGEST = 64  # characters of the comment
-_END = 22  # bytes of a zip's last record before its comment
+_LAST, _END = b"PK\x05\x06", 22  # a zip's last record: how it begins, its bytes before the comment
 
 # -- which kernel serves which call ------------------------------------------------------------
 
@@ -213,6 +213,8 @@ def _words(part: object) -> list[str]:
             return _needs(part)
         case Rows():
             return [part.dtype, f"head dim {part.v_head_dim}"]
+        case (int(), int()):
+            return [f"tiles of {part[0]} x {part[1]}"]
         case (Learned(), *_):
             positions = ", ".join(str(x.position) for x in part)  # type: ignore[attr-defined]
             return [f"gradients of captures {positions}"]
@@ -348,7 +350,7 @@ def unpack(data: bytes, file: str) -> Bundle:
     """The bundle in a file's bytes, its digest checked first."""
     body, digest = data[:-_DIGEST], data[-_DIGEST:]
     length = _DIGEST.to_bytes(2, "little")
-    if body[-_END:][:4] != b"PK\x05\x06" or body[-2:] != length:
+    if body[-_END:][:4] != _LAST or body[-2:] != length:
         raise BundleInvalid(f"{file} {_not_whole(data)}")
     if hashlib.sha256(body).hexdigest().encode() != digest:
         raise BundleInvalid(
@@ -372,9 +374,12 @@ def _not_whole(data: bytes) -> str:
     """What a file is that does not end as a bundle does."""
     if not data.startswith(b"PK\x03\x04"):
         return "is no bundle: it is not even a zip file"
-    if zipfile.is_zipfile(io.BytesIO(data)):
-        return "is a zip file, but no bundle"
-    return "is cut short: the end of the zip file is missing"
+    end = data.rfind(_LAST)
+    comment = data[end + _END :]
+    said = int.from_bytes(data[end + _END - 2 : end + _END], "little")
+    if end < 0 or len(comment) < said:
+        return "is cut short"
+    return "is a zip file, but no bundle"
 
 
 def read(path: str | Path) -> Bundle:

@@ -1,0 +1,89 @@
+"""A process without Triton and without a compiler: loads a bundle, and launches on a fake GPU.
+
+python tests/bundle_process.py BUNDLE: one JSON object, what was launched by which call
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+sys.modules["triton"] = None  # type: ignore[assignment]  # importing it fails
+
+import torch
+
+import scoremod
+from scoremod import attend_triton, backward_triton, ready, structure
+from scoremod.backends.compile_triton import Kernel
+from scoremod.launch import Launcher
+from scoremod.target import parse_target
+
+LAUNCHED: list[str] = []
+
+
+class Driver:
+    """Takes what a driver is given, and writes down which kernel ran."""
+
+    def device(self) -> int:
+        return 0
+
+    def bind(self, device: int) -> None:
+        pass
+
+    def load(self, kernel: Kernel, device: int) -> int:
+        assert kernel.image.startswith(b"\x7fELF")
+        self.entry = kernel.entry
+        return 1
+
+    def launch(self, config: int, function: int, arguments: int, extra: None) -> int:
+        LAUNCHED.append(self.entry)
+        return 0
+
+
+def pretend(target: str) -> None:
+    """Let tensors on the CPU pass for tensors on a GPU where a kernel is looked for."""
+    gpu, found = torch.device("cuda", 0), parse_target(target)
+
+    def on_gpu(what, device, *rest):  # type: ignore[no-untyped-def]
+        return ready.ready(what, gpu, *rest)
+
+    for module in (attend_triton, backward_triton, structure):
+        module.ready = on_gpu  # type: ignore[attr-defined]
+    ready.gpu = lambda index: found  # type: ignore[assignment]
+    ready.current_stream = lambda index: 0  # type: ignore[assignment]
+    ready.launcher = lambda kernel: Launcher(kernel, Driver())  # type: ignore[arg-type]
+
+
+def launched() -> list[str]:
+    """What ran since the last time."""
+    found = LAUNCHED.copy()
+    LAUNCHED.clear()
+    return found
+
+
+def main(path: str) -> None:
+    start = time.perf_counter()
+    attn = scoremod.load(path)
+    load = time.perf_counter() - start
+    pretend("cuda:80")
+    q = torch.zeros(1, 2, 80, 16, dtype=torch.bfloat16, requires_grad=True)
+    doc = torch.zeros(1, 80, dtype=torch.int64)
+    start = time.perf_counter()
+    out = attn(q, q, q, doc=doc, backend="triton")
+    first = time.perf_counter() - start
+    found = {"load": load, "first": first, "forward": launched()}
+    out.sum().backward()
+    found["backward"] = launched()
+    compiled = torch.compile(
+        lambda q: attn(q, q, q, doc=doc, backend="triton"), fullgraph=True, backend="eager"
+    )
+    compiled(q).sum().backward()
+    found["compiled"] = launched()
+    found["compile_count"] = scoremod.compile_count()
+    found["cpu"] = attn(q.detach(), q.detach(), q.detach(), doc=doc).isfinite().all().item()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
