@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-
-sys.modules["triton"] = None  # type: ignore[assignment]  # importing it fails
+from typing import Any
 
 import torch
 
@@ -18,6 +17,9 @@ from scoremod import attend_triton, backward_triton, ready, structure
 from scoremod.backends.compile_triton import Kernel
 from scoremod.launch import Launcher
 from scoremod.target import parse_target
+
+assert "triton" not in sys.modules
+sys.modules["triton"] = None  # type: ignore[assignment]  # from here on importing it fails
 
 LAUNCHED: list[str] = []
 
@@ -45,7 +47,7 @@ def pretend(target: str) -> None:
     """Let tensors on the CPU pass for tensors on a GPU where a kernel is looked for."""
     gpu, found = torch.device("cuda", 0), parse_target(target)
 
-    def on_gpu(what, device, *rest):  # type: ignore[no-untyped-def]
+    def on_gpu(what: Any, device: Any, *rest: Any) -> Any:
         return ready.ready(what, gpu, *rest)
 
     for module in (attend_triton, backward_triton, structure):
@@ -72,7 +74,7 @@ def main(path: str) -> None:
     start = time.perf_counter()
     out = attn(q, q, q, doc=doc, backend="triton")
     first = time.perf_counter() - start
-    found = {"load": load, "first": first, "forward": launched()}
+    found: dict[str, Any] = {"load": load, "first": first, "forward": launched()}
     out.sum().backward()
     found["backward"] = launched()
     compiled = torch.compile(

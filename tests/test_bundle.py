@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ from scoremod.bundle import Bundle, Item, Kind, Title
 from scoremod.errors import (
     BackendUnavailable,
     BundleInvalid,
-    InputMismatch,
     KernelMissing,
     MissingCapture,
     ScoremodError,
@@ -287,7 +286,7 @@ def test_files_that_cannot_be_trusted_are_not_read(small: Path, tmp_path: Path) 
     assert scoremod.load(link) == variants.causal
     with pytest.raises(BundleInvalid, match="there is no file"):
         scoremod.load(tmp_path / "none.smk")
-    with pytest.raises(BundleInvalid, match="is a folder|belongs to somebody"):
+    with pytest.raises(BundleInvalid, match=r"is a folder|belongs to somebody"):
         scoremod.load(tmp_path)
     with pytest.raises(BundleInvalid, match="cannot write"):
         bundle.write(tmp_path / "no" / "such.smk", Title("", "", (), ()), [])
@@ -495,7 +494,7 @@ def test_hoppers_kernels_and_refusals(tmp_path: Path, monkeypatch: pytest.Monkey
     program, bound = attn._bind({}, attn._sizes(80, 80, 0, 0, 0), None)
     known = attn._type(program, bound)
     chosen = attend_hopper.of_options(Options("bf16", 64, 64))
-    with pytest.raises(BackendUnavailable, match="^it needs too many registers$"):
+    with pytest.raises(BackendUnavailable, match=r"^it needs too many registers$"):
         attend_hopper.store(known, chosen, HOPPER)
 
 
