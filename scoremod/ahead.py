@@ -56,7 +56,7 @@ class Wish:
     targets: Sequence[str]
     dtypes: Sequence[Any]  # torch dtypes, or words
     head_dims: Sequence[int]
-    phases: Sequence[str] = ("fwd",)
+    phases: Sequence[str]
     v_head_dims: Sequence[int] | None = None  # one for each head dim, or one for all
     captures: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 

@@ -19,6 +19,7 @@ from . import (
     check,
     explain,
     library,
+    notebook,
     reference,
     sources,
 )
@@ -36,6 +37,7 @@ from .frontend.source import PythonSource, read_python, read_text_source
 from .inputs import Inputs, as_numpy, autocast, check_inputs, check_positions, needs_grad
 from .ir.capture import MISSING, Capture
 from .ir.expr import TRUE
+from .ir.show import show as shown
 from .origin import Both, Chained, Either, Leaf, Negated, Origin, Renamed, leaves
 from .plan import Typed, assumed_params, assumptions, typed
 from .target import parse_target
@@ -441,16 +443,44 @@ class Variant:
 
     def _picture(self, values: Mapping[str, Any]) -> str:
         """A picture of the tiles of a small mask, as comments; empty where a value is missing."""
+        found = self._small_tiles(values)
+        return "" if found is None else sources.picture(found)
+
+    def _small_tiles(self, values: Mapping[str, Any]) -> TileMap | None:
+        """The tiles of a small mask; None where there is none, or a value is missing."""
+        if self._program.mask == TRUE or self._lacking(values) or self._program.consts:
+            return None
         mask = self._program.mask
+        given = {name: x for name, x in values.items() if name in mask.names}
+        if any(isinstance(x, torch.Tensor) for x in (*given.values(), *self._fixed.values())):
+            return None  # a table has the length of its call
+        return self.tiles(PICTURED, PICTURED, block_m=64, block_n=64, **given)
+
+    def _lacking(self, values: Mapping[str, Any]) -> tuple[str, ...]:
+        """The captures of the mask that have no value."""
         known = {c.name for c in self._program.captures if c.default is not MISSING}
         known |= self._fixed.keys() | values.keys()
-        wanted = {c.name for c in self._program.captures if c.name in mask.names}
-        if mask == TRUE or not wanted <= known or self._program.consts:
-            return ""
-        given = {name: x for name, x in values.items() if name in wanted}
-        if any(isinstance(x, torch.Tensor) for x in (*given.values(), *self._fixed.values())):
-            return ""  # a table has the length of its call
-        return sources.picture(self.tiles(PICTURED, PICTURED, block_m=64, block_n=64, **given))
+        wanted = self._program.mask.names
+        return tuple(
+            c.name for c in self._program.captures if c.name in wanted and c.name not in known
+        )
+
+    def _card(self) -> notebook.Card:
+        known = typed(self._program, assumed_params(self._program))
+        return notebook.Card(
+            self.name,
+            shown(known.score),
+            "" if known.mask == TRUE else shown(known.mask),
+            self._declared(),
+            self._small_tiles({}),
+            self._lacking({}),
+        )
+
+    def _repr_html_(self) -> str:
+        return self._card().html()
+
+    def _repr_markdown_(self) -> str:
+        return self._card().markdown()
 
     @_public
     def explain(

@@ -32,8 +32,9 @@ from .target import Target
 
 # Of the manifest and of the order of the kernels' arguments: a change of either is a new format.
 FORMAT = 1
+SUFFIX = ".smk"
 MANIFEST = "manifest.json"
-_SUFFIX = {"cuda": "cubin", "hip": "hsaco"}
+_IMAGE = {"cuda": "cubin", "hip": "hsaco"}
 # zipfile can store no earlier time than this.
 _TIME = (1980, 1, 1, 0, 0, 0)
 _DIGEST = 64  # characters of the comment
@@ -193,15 +194,19 @@ def _record(item: Item) -> dict[str, Any]:
 
 
 def _files(item: Item) -> tuple[str, str]:
-    return f"{item.stem}.{_SUFFIX[item.target.kind]}", f"{item.stem}.py"
+    return f"{item.stem}.{_IMAGE[item.target.kind]}", f"{item.stem}.py"
 
 
 # -- in words ----------------------------------------------------------------------------------
+
+STRUCTURES = ("classify_tiles", "summarize_columns")  # which may be transposed
 
 
 def made_for(what: Sequence[object]) -> str:
     """What decides a kernel, as far as no other can stand in for it."""
     words = [word for part in what for word in _words(part)]
+    if what[0] in STRUCTURES and what[-1] is True:
+        words.append("transposed")
     return ", ".join(words) or "every dtype"
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from test_launch import FakeDriver
 from test_launch import kernel as fake_kernel
 
@@ -35,6 +36,7 @@ from scoremod import (
 from scoremod.backends.compile_hopper import launched
 from scoremod.backends.compile_triton import Kernel
 from scoremod.bundle import Bundle, Item, Kind, Title
+from scoremod.cli import main
 from scoremod.errors import (
     BackendUnavailable,
     BundleInvalid,
@@ -547,6 +549,61 @@ def test_what_was_bound_is_a_default(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert torch.equal(attn(q, k, v), variants.sliding_window(q, k, v, window=7))
     with pytest.raises(MissingCapture, match="`slopes` was not given"):
         scoremod.load(built(tmp_path, variants.alibi.bind(slopes=torch.zeros(2))))(q, k, v)
+
+
+# -- the command line --------------------------------------------------------------------------
+
+
+def command(*args: str, code: int = 0) -> str:
+    result = CliRunner().invoke(main, args)
+    assert result.exit_code == code, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.output
+
+
+def test_build_and_inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uncompiled(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    said = command(
+        *("build", "sliding_window", "--target", "cuda:90", "--target", "cuda:80"),
+        *("--head-dim", "64", "--head-dim", "128", "--set", "window=9", "-o", "made.smk"),
+    )
+    assert said.startswith("made.smk: 44 kernels for cuda:80, cuda:90, ")
+    text = command("inspect", "made.smk")
+    assert "captures\n  window: int = 9\n" in text
+    lines = text.splitlines()
+    assert sum(line.startswith("  cuda:90  hopper ") for line in lines) == 4
+    assert sum("few queries, kv_lens " in line for line in lines) == 8
+    found = json.loads(command("inspect", "made.smk", "--json"))
+    assert found["digest"] == bundle.read("made.smk").digest
+    assert len(found["kernels"]) == 44
+    assert "window: int = 9" in command("show", "made.smk")
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["inspect", "none.smk"], 1, "error: there is no file none.smk"),
+        (["inspect", str(TESTS / "test_bundle.py")], 1, "it is not even a zip file"),
+        (["show", "none.smk"], 1, "error: there is no file none.smk"),
+        (["build", "causal"], 2, "Missing option '-o'"),
+        (["build", "causal", "-o", "no/such/folder.smk"], 1, "cannot write no/such/folder.smk"),
+        (["build", "causal", "--target", "cuda:42", "-o", "x"], 1, "no target 'cuda:42'"),
+        (["build", "causal", "--phase", "both", "-o", "x"], 2, "'both' is not one of"),
+        (["build", "document", "--capture", "doc", "-o", "x"], 2, "'doc' is not NAME=DTYPE"),
+    ],
+)
+def test_mistakes_on_the_command_line(
+    args: list[str], code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uncompiled(monkeypatch)
+    only_usual(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert message in command(*args, code=code)
+    assert os.listdir(tmp_path) == []
+
+
+# -- the format --------------------------------------------------------------------------------
 
 
 def test_the_order_of_arguments_is_part_of_the_format(
