@@ -584,13 +584,13 @@ class Variant:
     ) -> Path:
         """Write a bundle; `follow` may show how far it is."""
         check_names(self._program.captures, {}, wish.captures)
-        text = str(self)
         # What is compiled is what a loaded bundle will read.
-        program = read(Leaf(read_text_source(text, f"<{self.name}>")), {})
+        source = read_text_source(str(self), f"<{self.name}>")
+        program = read(Leaf(source), {})
         shelf = ahead.Shelf()
         for job in follow(ahead.jobs(program, wish, self._text())):
             shelf.run(job)
-        title = bundle.Title(self.name, text, self._declared(), self._text())
+        title = bundle.Title(source, self._declared(), self._text())
         bundle.write(path, title, shelf.items.values())
         return Path(path)
 
@@ -799,8 +799,7 @@ def load(path: str | Path) -> Variant:
     which the bundle has no kernel raises KernelMissing. Tensors on the CPU are served as ever.
     """
     found = bundle.load(path)
-    origin = Leaf(read_text_source(found.manifest["text"], str(path)))
-    return Variant(origin, bundle=found.digest)
+    return Variant(Leaf(found.variant), bundle=found.digest)
 
 
 _FLEX_SCORE, _FLEX_MASK = ("s", "b", "h", "i", "j"), ("b", "h", "i", "j")

@@ -26,6 +26,8 @@ from typing import Any
 from .backends.compile_triton import Kernel
 from .cache import describe, key, own_bytes, rebuild
 from .errors import BackendUnavailable, BundleInvalid, KernelMissing
+from .frontend.parsed import as_data, from_data
+from .frontend.source import TextSource
 from .plan_triton import Options, Reach
 from .plan_triton_backward import Learned, Rows
 from .target import Target
@@ -121,8 +123,7 @@ class Item:
 class Title:
     """What a bundle is of."""
 
-    name: str
-    text: str  # in the mini-language
+    variant: TextSource  # in the mini-language
     captures: tuple[str, ...]  # declarations
     source: tuple[str, ...]  # the user's own words
 
@@ -157,8 +158,9 @@ def _entries(title: Title, items: Sequence[Item]) -> dict[str, bytes]:
         "format": FORMAT,
         "scoremod": _version("scoremod"),
         "triton": _version("triton"),
-        "name": title.name,
-        "text": title.text,
+        "name": title.variant.name,
+        "text": title.variant.text,
+        "parsed": as_data(title.variant),
         "captures": title.captures,
         "source": title.source,
         "kernels": [_record(item) for item in items],
@@ -296,6 +298,11 @@ class Bundle:
     def records(self) -> list[Mapping[str, Any]]:
         """What the manifest says of each kernel."""
         return self.manifest["kernels"]  # type: ignore[no-any-return]
+
+    @property
+    def variant(self) -> TextSource:
+        """The variant, as it was compiled."""
+        return from_data(self.manifest["parsed"], self.file)
 
     @property
     def targets(self) -> list[str]:

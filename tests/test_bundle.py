@@ -44,11 +44,15 @@ from scoremod.errors import (
     MissingCapture,
     ScoremodError,
 )
+from scoremod.frontend import parsed
+from scoremod.frontend.parsed import as_data, from_data
+from scoremod.frontend.source import read_text_source
 from scoremod.launch import Launcher
 from scoremod.plan_triton import Options
 from scoremod.target import parse_target
 
 TESTS = Path(__file__).parent
+NOTHING = Title(read_text_source("variant nothing() { mask true }"), (), ())
 DOC = variants.document & variants.causal
 AMPERE, HOPPER = parse_target("cuda:80"), parse_target("cuda:90")
 
@@ -161,6 +165,7 @@ def test_a_process_without_triton_and_compiler_runs_forward_and_backward(documen
     assert found["backward"] == backward
     assert found["compiled"] == forward + backward  # under torch.compile
     assert found["compile_count"] == 0
+    assert found["load"] + found["first"] < 1, found  # some 0.03 s on an idle machine
     assert found["cpu"]
 
 
@@ -180,6 +185,20 @@ def test_what_a_bundle_holds(documents: Path) -> None:
         assert record["launch"]["num_warps"] in (1, 4, 8)
         assert record["image"] in names
         assert record["source"] in names
+
+
+def test_a_parsed_text_is_read_again_without_the_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = str(DOC | variants.sliding_window.bind(window=8))
+    source = read_text_source(text)
+    data = json.loads(json.dumps(as_data(source)))
+    again = from_data(data, source.file)
+    assert again.tree == source.tree
+    nodes = zip(source.tree.iter_subtrees(), again.tree.iter_subtrees(), strict=True)
+    assert all(source.span(a) == again.span(b) for a, b in nodes)
+    # Another grammar may have other rules.
+    assert from_data({**data, "grammar": "", "tree": None}, "x").tree == source.tree
+    monkeypatch.setattr(parsed, "read_text_source", lambda *_: pytest.fail("parses"))
+    assert from_data(data, "x").text == text
 
 
 # -- built twice -------------------------------------------------------------------------------
@@ -223,7 +242,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of one kernel without code."""
     path = tmp_path_factory.mktemp("small") / "small.smk"
     what = ("attention_fwd", ("score", "mask", ()), Options("bf16", 64, 64))
-    title = Title("causal", str(variants.causal), (), ())
+    title = Title(read_text_source(str(variants.causal)), (), ())
     bundle.write(path, title, [Item(what, AMPERE, "usual", fake_kernel(target=AMPERE))])
     return path
 
@@ -291,7 +310,7 @@ def test_files_that_cannot_be_trusted_are_not_read(small: Path, tmp_path: Path) 
     with pytest.raises(BundleInvalid, match=r"is a folder|belongs to somebody"):
         scoremod.load(tmp_path)
     with pytest.raises(BundleInvalid, match="cannot write"):
-        bundle.write(tmp_path / "no" / "such.smk", Title("", "", (), ()), [])
+        bundle.write(tmp_path / "no" / "such.smk", NOTHING, [])
 
 
 # -- which kernel serves a call ----------------------------------------------------------------
@@ -303,7 +322,7 @@ def bundle_of(*options: Options) -> Bundle:
         Item(what(chosen), AMPERE, "", replace(fake_kernel(), registers=k))
         for k, chosen in enumerate(options)
     ]
-    entries = bundle._entries(Title("", "", (), ()), items)
+    entries = bundle._entries(NOTHING, items)
     return bundle.unpack(bundle.pack(entries), "made.smk")
 
 
