@@ -163,7 +163,7 @@ def test_a_process_without_triton_and_compiler_runs_forward_and_backward(documen
     backward = ["attention_bwd_delta", *tiles, "attention_bwd_dkdv", *tiles, "attention_bwd_dq"]
     assert found["forward"] == forward
     assert found["backward"] == backward
-    assert found["compiled"] == forward + backward  # under torch.compile
+    assert found["operator"] == forward + backward
     assert found["compile_count"] == 0
     assert found["load"] + found["first"] < 1, found  # some 0.03 s on an idle machine
     assert found["cpu"]
@@ -428,6 +428,7 @@ def test_ordinary_calls_find_a_kernel(
 
 def test_a_learned_number_is_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uncompiled(monkeypatch)
+    only_usual(monkeypatch)
     made = built(tmp_path, scoremod.parse("variant c(cap: float) { score s * cap }"),
                  phase=("fwd", "bwd"))  # fmt: skip
     Gpu(monkeypatch, "cuda:80")
@@ -472,6 +473,7 @@ def test_a_missing_kernel_is_named_with_what_there_is(
 
 def test_another_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uncompiled(monkeypatch)
+    only_usual(monkeypatch)
     attn = scoremod.load(built(tmp_path, variants.causal))
     Gpu(monkeypatch, "cuda:90")
     assert "made.smk has kernels for cuda:80, not for this GPU, cuda:90" in missing(attn)
@@ -479,6 +481,7 @@ def test_another_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_compiled_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uncompiled(monkeypatch)
+    only_usual(monkeypatch)
     attn = scoremod.load(built(tmp_path, variants.causal))
     Gpu(monkeypatch, "cuda:80")
     monkeypatch.setattr(ready.CACHE, "get_or_compile", lambda *_: pytest.fail("compiles"))
@@ -503,6 +506,7 @@ def test_a_program_of_a_bundle_that_is_not_loaded(small: Path) -> None:
 
 def test_hoppers_kernels_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uncompiled(monkeypatch)
+    only_usual(monkeypatch)
     with_hopper = bundle.read(built(tmp_path, variants.causal, target="cuda:90"))
     assert {r["kernel"] for r in with_hopper.records} == {"attention_fwd", "hopper"}
 
@@ -548,7 +552,7 @@ def test_wishes_that_cannot_be(
 def test_all_combinations_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only_usual(monkeypatch)
     uncompiled(monkeypatch)
-    path = built(tmp_path, DOC, target=["cuda:80", "hip:gfx942"], dtype=["bf16", torch.float32],
+    path = built(tmp_path, DOC, target="hip:gfx942", dtype=["bf16", torch.float32],
                  head_dim=[64, 128], v_head_dim=[64, 256],
                  captures={"doc": [torch.int32, torch.int64]})  # fmt: skip
     found = {
@@ -556,7 +560,7 @@ def test_all_combinations_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for r in bundle.read(path).records
         if r["kernel"] == "attention_fwd"
     }
-    assert len(found) == 16
+    assert len(found) == 8
     assert ("hip:gfx942", "f32, head dims 128 and 256", "i64[2-d]") in found
 
 
@@ -585,17 +589,17 @@ def test_build_and_inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     said = command(
         *("build", "sliding_window", "--target", "cuda:90", "--target", "cuda:80"),
-        *("--head-dim", "64", "--head-dim", "128", "--set", "window=9", "-o", "made.smk"),
+        *("--head-dim", "64", "--set", "window=9", "-o", "made.smk"),
     )
-    assert said.startswith("made.smk: 44 kernels for cuda:80, cuda:90, ")
+    assert said.startswith("made.smk: 22 kernels for cuda:80, cuda:90, ")
     text = command("inspect", "made.smk")
     assert "captures\n  window: int = 9\n" in text
     lines = text.splitlines()
-    assert sum(line.startswith("  cuda:90  hopper ") for line in lines) == 4
-    assert sum("few queries, kv_lens " in line for line in lines) == 4
+    assert sum(line.startswith("  cuda:90  hopper ") for line in lines) == 2
+    assert sum("few queries, kv_lens " in line for line in lines) == 2
     found = json.loads(command("inspect", "made.smk", "--json"))
     assert found["digest"] == bundle.read("made.smk").digest
-    assert len(found["kernels"]) == 44
+    assert len(found["kernels"]) == 22
     assert "window: int = 9" in command("show", "made.smk")
 
 
