@@ -14,7 +14,7 @@ import linecache
 import os
 import re
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
