@@ -583,6 +583,7 @@ class Variant:
         follow: Callable[[Sequence[ahead.Job]], Iterable[ahead.Job]] = iter,
     ) -> Path:
         """Write a bundle; `follow` may show how far it is."""
+        bundle.require_folder(path)
         check_names(self._program.captures, {}, wish.captures)
         # What is compiled is what a loaded bundle will read.
         source = read_text_source(str(self), f"<{self.name}>")

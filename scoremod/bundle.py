@@ -128,6 +128,13 @@ class Title:
     source: tuple[str, ...]  # the user's own words
 
 
+def require_folder(path: str | Path) -> None:
+    """Raise where a bundle could not be written, before minutes are spent on it."""
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise BundleInvalid(f"cannot write {path}: there is no folder {folder}")
+
+
 def write(path: str | Path, title: Title, items: Iterable[Item]) -> None:
     """Write a bundle: beside its place, then renamed into it."""
     data = pack(_entries(title, sorted(items, key=lambda item: item.stem)))

@@ -310,7 +310,8 @@ def test_files_that_cannot_be_trusted_are_not_read(small: Path, tmp_path: Path) 
     with pytest.raises(BundleInvalid, match=r"is a folder|belongs to somebody"):
         scoremod.load(tmp_path)
     with pytest.raises(BundleInvalid, match="cannot write"):
-        bundle.write(tmp_path / "no" / "such.smk", NOTHING, [])
+        bundle.write(tmp_path, NOTHING, [])
+    assert sorted(os.listdir(tmp_path)) == ["link.smk", "shared.smk"]
 
 
 # -- which kernel serves a call ----------------------------------------------------------------
@@ -547,6 +548,14 @@ def test_wishes_that_cannot_be(
     with pytest.raises(ScoremodError, match=re.escape(message)):
         built(tmp_path, DOC, **wish)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_missing_folder_costs_no_compilation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead.Shelf, "run", lambda *_: pytest.fail("compiles before it checks"))
+    with pytest.raises(BundleInvalid, match="there is no folder"):
+        built(tmp_path / "none", DOC)
 
 
 def test_all_combinations_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
