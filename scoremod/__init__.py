@@ -6,7 +6,7 @@ def alibi(s, i, j, h, slopes):
 """
 
 from . import errors, nn, testing, variants
-from .api import Variant, from_flex, mask, parse, variant
+from .api import Variant, from_flex, load, mask, parse, variant
 from .cache import compile_count
 from .language import (
     ceil,
@@ -59,6 +59,7 @@ __all__ = [
     "ilog2",
     "inf",
     "isfinite",
+    "load",
     "log",
     "log1p",
     "log2",

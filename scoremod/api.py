@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import attend_triton, attention, autograd, check, explain, library, reference, sources
+from . import (
+    ahead,
+    attend_triton,
+    attention,
+    autograd,
+    bundle,
+    check,
+    explain,
+    library,
+    notebook,
+    reference,
+    sources,
+)
 from .analysis.tiles import TileMap, classify
 from .binding import Bound, Sizes, bind, check_given, check_names, number, value_of
 from .blocks import Blocks, read_blocks
+from .bundle import marked
 from .errors import (
     CompositionError,
     InputMismatch,
@@ -24,6 +37,7 @@ from .frontend.source import PythonSource, read_python, read_text_source
 from .inputs import Inputs, as_numpy, autocast, check_inputs, check_positions, needs_grad
 from .ir.capture import MISSING, Capture
 from .ir.expr import TRUE
+from .ir.show import show as shown
 from .origin import Both, Chained, Either, Leaf, Negated, Origin, Renamed, leaves
 from .plan import Typed, assumed_params, assumptions, typed
 from .target import parse_target
@@ -65,9 +79,12 @@ class Variant:
     put together with `&`, `|`, `~` and `.then`.
     """
 
-    def __init__(self, origin: Origin, fixed: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, origin: Origin, fixed: Mapping[str, Any] | None = None, bundle: str = ""
+    ) -> None:
         self._origin = origin
         self._fixed = dict(fixed or {})
+        self._bundle = bundle  # the digest of the one that its kernels come from
         self._program = read(origin, self._fixed)
         self._typed: dict[Any, Typed] = {}
         self._warm: dict[KindOfCall | None, Warm] = {}
@@ -160,7 +177,7 @@ class Variant:
         check_given(program.captures, names, self._fixed)
         if consts.keys() & names.keys():
             program = read(self._origin, {**self._fixed, **names})
-        return _written(program, {}).text
+        return marked(_written(program, {}).text, self._bundle)
 
     def _values(self, captures: Mapping[str, Any]) -> list[Any] | None:
         """The captures' values in order, unchecked; None where a name is missing or unknown."""
@@ -247,14 +264,16 @@ class Variant:
         given = {name: value for name, value in captures.items() if name in names}
         bound = bind(wanted, dict(program.consts), given, self._fixed, sizes, device)
         only = replace(program, score=S, captures=wanted)
-        return typed(only, tuple(x.param for x in bound), self._text()), bound
+        params = tuple(x.param for x in bound)
+        return typed(only, params, self._text(), self._bundle), bound
 
     def _type(self, program: Program, bound: tuple[Bound, ...]) -> Typed:
         key = (program.consts, tuple(x.param for x in bound))
         found = self._typed.get(key)
         if found is None:
             params = tuple(x.param for x in bound)
-            found = self._typed[key] = typed(program, params, self._text())
+            found = typed(program, params, self._text(), self._bundle)
+            self._typed[key] = found
         return found
 
     # -- what it looks like
@@ -427,16 +446,44 @@ class Variant:
 
     def _picture(self, values: Mapping[str, Any]) -> str:
         """A picture of the tiles of a small mask, as comments; empty where a value is missing."""
+        found = self._small_tiles(values)
+        return "" if found is None else sources.picture(found)
+
+    def _small_tiles(self, values: Mapping[str, Any]) -> TileMap | None:
+        """The tiles of a small mask; None where there is none, or a value is missing."""
+        if self._program.mask == TRUE or self._lacking(values) or self._program.consts:
+            return None
         mask = self._program.mask
+        given = {name: x for name, x in values.items() if name in mask.names}
+        if any(isinstance(x, torch.Tensor) for x in (*given.values(), *self._fixed.values())):
+            return None  # a table has the length of its call
+        return self.tiles(PICTURED, PICTURED, block_m=64, block_n=64, **given)
+
+    def _lacking(self, values: Mapping[str, Any]) -> tuple[str, ...]:
+        """The captures of the mask that have no value."""
         known = {c.name for c in self._program.captures if c.default is not MISSING}
         known |= self._fixed.keys() | values.keys()
-        wanted = {c.name for c in self._program.captures if c.name in mask.names}
-        if mask == TRUE or not wanted <= known or self._program.consts:
-            return ""
-        given = {name: x for name, x in values.items() if name in wanted}
-        if any(isinstance(x, torch.Tensor) for x in (*given.values(), *self._fixed.values())):
-            return ""  # a table has the length of its call
-        return sources.picture(self.tiles(PICTURED, PICTURED, block_m=64, block_n=64, **given))
+        wanted = self._program.mask.names
+        return tuple(
+            c.name for c in self._program.captures if c.name in wanted and c.name not in known
+        )
+
+    def _card(self) -> notebook.Card:
+        known = typed(self._program, assumed_params(self._program))
+        return notebook.Card(
+            self.name,
+            shown(known.score),
+            "" if known.mask == TRUE else shown(known.mask),
+            self._declared(),
+            self._small_tiles({}),
+            self._lacking({}),
+        )
+
+    def _repr_html_(self) -> str:
+        return self._card().html()
+
+    def _repr_markdown_(self) -> str:
+        return self._card().markdown()
 
     @_public
     def explain(
@@ -504,6 +551,59 @@ class Variant:
         backends = (backend,) if isinstance(backend, str) else tuple(backend or ())
         wish = check.Wish(check.words_of(dtype), backends, bounds, seed)
         return check.check(self, {**(captures or {}), **values}, wish)
+
+    @_public
+    def build(
+        self,
+        path: str | Path,
+        *,
+        target: str | Sequence[str],
+        dtype: torch.dtype | str | Sequence[torch.dtype | str],
+        head_dim: int | Sequence[int],
+        v_head_dim: int | Sequence[int] | None = None,
+        phase: str | Sequence[str] = ("fwd",),
+        captures: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Write a bundle: the kernels that calls need, for machines that cannot compile.
+
+        `scoremod.load(path)` opens it. Targets are `"cuda:90"`, `"hip:gfx942"` and the like; phases
+        `"fwd"` and `"bwd"`; each option is one value or several. Element types that a call would
+        decide are assumed, or taken from `captures={"doc": torch.int64}`; for a captured number a
+        dtype says that it comes as a 0-d tensor. What is fixed by `.bind` is a default of the
+        loaded variant where it is a number of a declared type; calls give everything else.
+        """
+        wish = ahead.Wish(
+            _several(target), _several(dtype), _several(head_dim), _several(phase),
+            None if v_head_dim is None else _several(v_head_dim),
+            {name: _several(x) for name, x in (captures or {}).items()},
+        )  # fmt: skip
+        return self._build(path, wish)
+
+    def _build(
+        self,
+        path: str | Path,
+        wish: ahead.Wish,
+        follow: Callable[[Sequence[ahead.Job]], Iterable[ahead.Job]] = iter,
+    ) -> Path:
+        """Write a bundle; `follow` may show how far it is."""
+        bundle.require_folder(path)
+        check_names(self._program.captures, {}, wish.captures)
+        # What is compiled is what a loaded bundle will read.
+        source = read_text_source(str(self), f"<{self.name}>")
+        program = read(Leaf(source), {})
+        shelf = ahead.Shelf()
+        for job in follow(ahead.jobs(program, wish, self._text())):
+            shelf.run(job)
+        title = bundle.Title(source, self._declared(), self._text())
+        bundle.write(path, title, shelf.items.values())
+        return Path(path)
+
+    def _declared(self) -> tuple[str, ...]:
+        """The captures that a loaded bundle takes, with their defaults."""
+        return tuple(
+            c.declaration if c.default is MISSING else f"{c.declaration} = {c.default!r}"
+            for c in self._written().captures
+        )
 
     def _text(self) -> tuple[str, ...]:
         """The user's own words."""
@@ -574,13 +674,14 @@ class Variant:
         for found in self._program.captures:
             if isinstance(values.get(found.name), bool | int | float):
                 _number(found, values[found.name])
-        return Variant(self._origin, {**self._fixed, **values})
+        return Variant(self._origin, {**self._fixed, **values}, self._bundle)
 
     @_public
     def rename(self, **names: str) -> Variant:
         """Give captures other names: `.rename(window="far")`."""
         origin = Renamed(self._origin, tuple(names.items()))
-        return Variant(origin, {names.get(k, k): v for k, v in self._fixed.items()})
+        fixed = {names.get(k, k): v for k, v in self._fixed.items()}
+        return Variant(origin, fixed, self._bundle)
 
     @_public
     def then(self, second: Variant) -> Variant:
@@ -656,6 +757,11 @@ def _variant(value: object, what: str) -> Variant:
     return value
 
 
+def _several(value: Any) -> tuple[Any, ...]:
+    """One value, or several, as several."""
+    return tuple(value) if isinstance(value, list | tuple | set | frozenset) else (value,)
+
+
 # -- making variants ---------------------------------------------------------------------------
 
 
@@ -687,6 +793,17 @@ def _like(function: Callable[..., Any], made: Variant) -> Variant:
 def parse(text: str, *, file: str | Path = "<text>") -> Variant:
     """Read a variant written in the mini-language."""
     return Variant(Leaf(read_text_source(text, str(file))))
+
+
+@_public
+def load(path: str | Path) -> Variant:
+    """Open a bundle that `.build` wrote: a variant whose kernels come from it.
+
+    Nothing is compiled: needs neither Triton nor a compiler nor the variant's source. A call for
+    which the bundle has no kernel raises KernelMissing. Tensors on the CPU are served as ever.
+    """
+    found = bundle.load(path)
+    return Variant(Leaf(found.variant), bundle=found.digest)
 
 
 _FLEX_SCORE, _FLEX_MASK = ("s", "b", "h", "i", "j"), ("b", "h", "i", "j")

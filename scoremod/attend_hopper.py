@@ -28,6 +28,7 @@ from .launch import device as gpu
 from .plan import Typed
 from .plan_hopper import HopperPlan, configs_of, hopper_plan
 from .plan_triton import Options
+from .ready import stored
 from .render import render
 from .target import Target
 
@@ -116,7 +117,7 @@ _REFUSED: dict[tuple[object, ...], str] = {}
 def refusal(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> str:
     """Why a call that fits has no kernel, which is compiled to know it; "" if it has one."""
     chosen = options(program, inputs, bound)
-    what = (program.canonical, chosen, inputs.q.device)
+    what = (program.bundle, program.canonical, chosen, inputs.q.device)
     if what not in _REFUSED:
         try:
             forward(program, chosen, inputs.q.device)
@@ -127,27 +128,31 @@ def refusal(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> str:
 
 def forward(program: Typed, chosen: Options, device: torch.device) -> Ready:
     """The attention kernel for a device."""
-    ready = _READY.get((program.canonical, chosen, device))
+    what = (program.bundle, program.canonical, chosen, device)
+    ready = _READY.get(what)
     if ready is None:
         kernel = store(program, chosen, gpu(device.index))
-        ready = Ready(Launcher(kernel), dict(kernel.constants)["BLOCK_M"])
-        _READY[program.canonical, chosen, device] = ready
+        ready = _READY[what] = Ready(Launcher(kernel), dict(kernel.constants)["BLOCK_M"])
     return ready
 
 
 def store(program: Typed, chosen: Options, target: Target) -> Kernel:
-    """The kernel of a call, from the cache or compiled into it; needs no GPU."""
-    name = _key(program, chosen, target)
-    return CACHE.get_or_compile(name, lambda: compile_forward(program, chosen, target))
+    """The kernel of a call, from its bundle, the cache or compiled into it; needs no GPU."""
+
+    def build(target: Target) -> Kernel:
+        return compile_forward(program, chosen, target)
+
+    return stored(forward_key(program, chosen), target, build, program.bundle)
 
 
 def found(program: Typed, chosen: Options, target: Target) -> Kernel | None:
     """The kernel of a call, if it was compiled before."""
-    return CACHE.find(_key(program, chosen, target))
+    return CACHE.find(key(fingerprint(), forward_key(program, chosen), target))
 
 
-def _key(program: Typed, chosen: Options, target: Target) -> str:
-    return key(fingerprint(), ("hopper", program.canonical, chosen), target)
+def forward_key(program: Typed, chosen: Options) -> tuple[object, ...]:
+    """What decides an attention kernel."""
+    return ("hopper", program.canonical, chosen)
 
 
 def compile_forward(program: Typed, chosen: Options, target: Target) -> Kernel:

@@ -157,7 +157,12 @@ def forward(program: Typed, chosen: Options, device: torch.device) -> Ready:
         plan = triton_plan(program, chosen, INTERPRETER)
         return Interpreted(source(plan), "attention_fwd", plan.constants)
 
-    return ready(("attention_fwd", program.canonical, chosen), device, build, interpret)
+    return ready(forward_key(program, chosen), device, build, interpret, program.bundle)
+
+
+def forward_key(program: Typed, chosen: Options) -> tuple[object, ...]:
+    """What decides an attention kernel."""
+    return ("attention_fwd", program.canonical, chosen)
 
 
 def compile_forward(program: Typed, chosen: Options, target: Target) -> Kernel:
@@ -205,7 +210,7 @@ def source(plan: TritonPlan) -> str:
 
 def store(program: Typed, chosen: Options, target: Target) -> None:
     """Put the kernels of a call into the disk cache; needs no GPU."""
-    what = ("attention_fwd", program.canonical, chosen)
+    what = forward_key(program, chosen)
     kernel = stored(what, target, lambda target: compile_forward(program, chosen, target))
     if chosen.stored:
         constants = dict(kernel.constants)

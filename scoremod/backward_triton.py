@@ -35,7 +35,7 @@ from .inputs import Inputs, empty_like_q, shared_values
 from .ir.ops import Op
 from .passes.patterns import Pattern, Read
 from .plan import Typed
-from .plan_triton import ELEMENT_BYTES, Options
+from .plan_triton import ELEMENT_BYTES, Options, Reach
 from .plan_triton_backward import (
     DELTA,
     DIAGONALS,
@@ -49,6 +49,7 @@ from .plan_triton_backward import (
     Group,
     Learned,
     PlacesPlan,
+    Rows,
     backward_plan,
     delta_plan,
     groups_of,
@@ -273,8 +274,19 @@ def kernel_of(call: Call, kernel: str, group: Group | None = None) -> Ready:
     def build(target: Target) -> Kernel:
         return compile_backward(kernel, call.program, chosen, call.learned, target, group)
 
-    what = (kernel, call.program.canonical, chosen, call.learned, group)
-    return ready(what, call.device, build, interpret)
+    what = backward_key(kernel, call.program, chosen, call.learned, group)
+    return ready(what, call.device, build, interpret, call.program.bundle)
+
+
+def backward_key(
+    kernel: str,
+    program: Typed,
+    chosen: Options,
+    learned: tuple[Learned, ...],
+    group: Group | None = None,
+) -> tuple[object, ...]:
+    """What decides a kernel of the backward."""
+    return (kernel, program.canonical, chosen, learned, group)
 
 
 def compile_backward(
@@ -344,34 +356,53 @@ def sources(
 SmallPlan = DeltaPlan | PlacesPlan
 
 
-def _small(
-    call: Call, entry: str, what: Sequence[object], plan: Callable[[Target], SmallPlan]
-) -> Ready:
+def _small(call: Call, what: tuple[object, ...], plan: Callable[[Target], SmallPlan]) -> Ready:
     """A kernel without products: `plan` makes its plan for a target."""
-
-    def text(made: SmallPlan) -> str:
-        return render(f"{entry}.py", made, TRITON)
-
-    def build(target: Target) -> Kernel:
-        made = plan(target)
-        return compile_kernel(
-            text(made),
-            entry,
-            made.arguments,
-            made.constants,
-            target,
-            num_warps=4,
-            num_stages=1,
-            aligned=entry == DELTA and call.options.aligned,
-            even=False,
-            fp_fusion=fp_fusion(made),
-        )
 
     def interpret() -> Interpreted:
         made = plan(INTERPRETER)
-        return Interpreted(text(made), entry, made.constants)
+        return Interpreted(_small_source(made), _entry(made), made.constants)
 
-    return ready((entry, *what), call.device, build, interpret)
+    return ready(
+        what, call.device, lambda t: compile_small(plan(t)), interpret, call.program.bundle
+    )
+
+
+def _entry(plan: SmallPlan) -> str:
+    return DELTA if isinstance(plan, DeltaPlan) else PLACES
+
+
+def _small_source(plan: SmallPlan) -> str:
+    return render(f"{_entry(plan)}.py", plan, TRITON)
+
+
+def compile_small(plan: SmallPlan) -> Kernel:
+    """Render and compile a kernel without products."""
+    return compile_kernel(
+        _small_source(plan),
+        _entry(plan),
+        plan.arguments,
+        plan.constants,
+        plan.target,
+        num_warps=4,
+        num_stages=1,
+        aligned=isinstance(plan, DeltaPlan) and plan.options.aligned,
+        even=False,
+        fp_fusion=fp_fusion(plan),
+    )
+
+
+def delta_key(chosen: Options, *, has_grad_lse: bool) -> tuple[object, ...]:
+    """What decides the kernel that looks at each row: not the variant."""
+    rows = Rows(chosen.dtype, chosen.v_head_dim, chosen.wide_offsets, chosen.aligned, has_grad_lse)
+    return (DELTA, rows)
+
+
+def places_key(
+    program: Typed, chosen: Options, learned: tuple[Learned, ...], number: int
+) -> tuple[object, ...]:
+    """What decides the kernel that finds the places of one read."""
+    return (PLACES, program.canonical, learned, number, Reach.of(chosen))
 
 
 # -- rows --------------------------------------------------------------------------------------
@@ -384,8 +415,11 @@ def row_values(call: Call, result: Result) -> Tensor:
     """
     chosen, lse = call.options, result.lse.contiguous()
     has_grad_lse = result.grad_lse is not None
-    shape = (chosen.dtype, chosen.v_head_dim, chosen.wide_offsets, chosen.aligned, has_grad_lse)
-    kernel = _small(call, DELTA, shape, lambda t: delta_plan(chosen, t, has_grad_lse=has_grad_lse))
+    kernel = _small(
+        call,
+        delta_key(chosen, has_grad_lse=has_grad_lse),
+        lambda target: delta_plan(chosen, target, has_grad_lse=has_grad_lse),
+    )
     rows = torch.empty((*lse.shape, 2), dtype=torch.float32, device=call.device)
     grad_lse = lse if result.grad_lse is None else result.grad_lse.to(torch.float32)
     o = unit_stride(result.out.detach())
@@ -543,7 +577,8 @@ def settled(call: Call, number: int, sums: Tensor, line: Line) -> Tensor:
         summed.append(2)
         line = replace(line, length=1)
     sums = sums.sum(summed, keepdim=True) if summed else sums
-    if _is_plain(call, read):
+    repeated = bool(call.learned_with(read.capture)[0].repeated)
+    if is_plain(read, call.options, repeated=repeated):
         return _placed_plainly(call, read, sums)
     gradient = call.zeros(read.capture)
     if gradient.numel() == 0:
@@ -558,12 +593,12 @@ def settled(call: Call, number: int, sums: Tensor, line: Line) -> Tensor:
 _AXIS = {"b": 0, "h": 1, "i": 2, "j": 2}
 
 
-def _is_plain(call: Call, read: Read) -> bool:
+def is_plain(read: Read, chosen: Options, *, repeated: bool) -> bool:
     """Whether each axis of the table is an axis of the sums."""
     names = [x.attr for x in read.indices if x.op is Op.INDEX and x.attr in _AXIS]
-    fixed = "i" not in names or not call.options.offset_per_batch
+    fixed = "i" not in names or not chosen.offset_per_batch
     distinct = len(set(names)) == len(names) == len(read.indices)
-    return distinct and fixed and not call.learned_with(read.capture)[0].repeated
+    return distinct and fixed and not repeated
 
 
 def _placed_plainly(call: Call, read: Read, sums: Tensor) -> Tensor:
@@ -595,11 +630,9 @@ def _places(call: Call, number: int, shape: torch.Size, line: Line) -> tuple[Ten
     batch, heads, length = shape
     kernel = _small(
         call,
-        PLACES,
-        (program.canonical, call.learned, number, chosen.small, chosen.wide_offsets,
-         chosen.offset_per_batch, chosen.has_kv_lens),
+        places_key(program, chosen, call.learned, number),
         lambda target: places_plan(program, chosen, call.learned, number, target),
-    )  # fmt: skip
+    )
     places = torch.empty(shape, dtype=torch.int64, device=call.device)
     reached = torch.empty(shape, dtype=torch.bool, device=call.device)
     inputs = call.inputs

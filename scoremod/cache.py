@@ -267,7 +267,7 @@ class Cache:
         """An entry; damaged ones are deleted, and those that others may write are ignored."""
         file = self.folder / f"{name}{SUFFIX}"
         try:
-            return unpack(name, _own_bytes(file))
+            return unpack(name, own_bytes(file))
         except OSError:
             return None
         except Damaged:
@@ -353,7 +353,7 @@ class Cache:
         return [e.key for e in self.entries() if self._checked(e.key) is None]
 
 
-def _own_bytes(file: Path) -> bytes:
+def own_bytes(file: Path) -> bytes:
     """A file's content, if only its owner can write it, and that is the user or root."""
     # Without waiting: a pipe of that name would keep its reader for ever.
     flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)

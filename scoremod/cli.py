@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib
 import json
 import math
@@ -16,14 +17,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
-from . import __version__, bench, cache, check, variants
+from . import __version__, ahead, bench, bundle, cache, check, variants
 from .analysis.picture import TileMap
 from .api import Variant, parse
+from .api import load as load_bundle
 from .errors import ScoremodError
 from .ir.capture import MISSING
 from .ir.expr import TRUE
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     ParamType = click.ParamType[Any]
 else:
     ParamType = click.ParamType  # generic since click 8.2 only
+
+T = TypeVar("T")
 
 STOCK: dict[str, Variant] = {n: v for n, v in vars(variants).items() if isinstance(v, Variant)}
 MAX_TILES = 1 << 30  # of a map: one byte each
@@ -70,7 +74,7 @@ class Commands(click.Group):
 
 
 class File(ParamType):
-    """A `.smod` file, `module:name`, or the name of a stock variant."""
+    """A `.smod` file, a bundle, `module:name`, or the name of a stock variant."""
 
     name = "file"
 
@@ -90,6 +94,8 @@ def load(file: str) -> Variant:
     """The variant that a FILE argument names."""
     if file == "-":
         return parse(sys.stdin.read(), file="<stdin>")
+    if file.endswith(bundle.SUFFIX):
+        return load_bundle(file)
     if file.endswith(".smod") or Path(file).is_file():
         return parse(_text(Path(file)), file=file)
     if ":" in file:
@@ -280,8 +286,9 @@ COMPLETION = 'eval "$(_SCOREMOD_COMPLETE=bash_source scoremod)"'
 def main() -> None:
     """Declare attention variants, see what becomes of them, get their kernels.
 
-    FILE is a .smod file, module:name, the name of a stock variant such as `causal`, or - for
-    standard input. Completion: the last line below for bash; zsh_source and fish_source for others.
+    FILE is a .smod file, a bundle (.smk), module:name, the name of a stock variant such as
+    `causal`, or - for standard input. Completion: the last line below for bash; zsh_source and
+    fish_source for others.
     """
 
 
@@ -444,17 +451,127 @@ def source(
     **options: Any,
 ) -> None:
     """Print the kernel: highlighted on a terminal, plain in a pipe."""
-    captures: dict[str, str] = {}
-    for element in elements:
-        name, equals, word = element.partition("=")
-        if not equals:
-            raise click.BadParameter(f"{element!r} is not NAME=DTYPE", param_hint="--capture")
-        captures[name] = word
+    captures = {name: words[-1] for name, words in _elements(elements).items()}
     variant = variant.bind(**dict(settings))
     emit(variant.source(captures=captures, **options).rstrip("\n"), "python")
 
 
-# -- the cache ---------------------------------------------------------------------------------
+def _elements(given: tuple[str, ...]) -> dict[str, list[str]]:
+    """NAME=DTYPE of --capture, the words of a name together."""
+    found: dict[str, list[str]] = {}
+    for element in given:
+        name, equals, word = element.partition("=")
+        if not equals:
+            raise click.BadParameter(f"{element!r} is not NAME=DTYPE", param_hint="--capture")
+        found.setdefault(name, []).append(word)
+    return found
+
+
+# -- bundles -----------------------------------------------------------------------------------
+
+
+Command = Callable[..., Any]
+
+
+def _several(*names: str, default: Any, words: str, **how: Any) -> Callable[[Command], Command]:
+    """An option to be given several times."""
+    return click.option(
+        *names, multiple=True, default=(default,), show_default=True, help=words, **how
+    )
+
+
+@main.command(
+    epilog=example(
+        "scoremod build alibi --target cuda:90 --target cuda:80 --head-dim 128 -o alibi.smk",
+        "scoremod build document --phase fwd --phase bwd --capture doc=i64 -o document.smk",
+    )
+)
+@_file
+@_several("--target", "targets", default="cuda:90", words="cuda:80, hip:gfx942...; or several.")
+@_several("--dtype", "dtypes", default="bf16", words="f16, bf16 or f32; or several.")
+@_several("--head-dim", "head_dims", default=128, type=int, words="One or several.")
+@click.option(
+    "--v-head-dim", "v_head_dims", type=int, multiple=True, help="As --head-dim if left out."
+)
+@_several("--phase", "phases", default="fwd", type=click.Choice(ahead.PHASES), words="One or both.")
+@click.option(
+    "--capture",
+    "elements",
+    metavar="NAME=DTYPE",
+    multiple=True,
+    help="Element type of a capture that leaves it open; a number becomes a 0-d tensor.",
+)
+@click.option(
+    "-o", "--output", required=True, type=click.Path(dir_okay=False), help="The file to write."
+)
+@_set
+def build(
+    variant: Variant,
+    settings: tuple[tuple[str, Any], ...],
+    elements: tuple[str, ...],
+    output: str,
+    v_head_dims: tuple[int, ...],
+    **wish: Any,
+) -> None:
+    """Compile a variant's kernels into one file, for machines that cannot compile.
+
+    `scoremod.load` opens it. Needs no GPU.
+    """
+    variant = variant.bind(**dict(settings))
+    wished = ahead.Wish(**wish, v_head_dims=v_head_dims or None, captures=_elements(elements))
+    variant._build(output, wished, functools.partial(_followed, what="compiling"))
+    found = bundle.read(output)
+    kernels = sum("launch" in record for record in found.records)
+    targets = ", ".join(found.targets)
+    emit(f"{output}: {kernels} kernels for {targets}, {_bytes(len(found.data))}")
+
+
+@main.command(epilog=example("scoremod inspect alibi.smk", "scoremod inspect alibi.smk --json"))
+@click.argument("file", metavar="BUNDLE", type=click.Path())
+@_json
+def inspect(file: str, as_json: bool) -> None:
+    """Show what a bundle holds, its digest checked."""
+    found = bundle.read(file)
+    if as_json:
+        emit_json({"digest": found.digest, "bytes": len(found.data), **found.manifest})
+        return
+    manifest = found.manifest
+    heading(f"variant {manifest['name']}")
+    emit("\n".join(f"  {line}" for line in manifest["text"].splitlines()), "python")
+    heading("captures" if manifest["captures"] else "captures nothing")
+    for declaration in manifest["captures"]:
+        emit(f"  {declaration}")
+    heading("kernels")
+    for line in aligned([_HEAD, *(_row(record) for record in found.records)]):
+        emit(f"  {line}")
+    versions = f"scoremod {manifest['scoremod']}, Triton {manifest['triton']}"
+    emit(f"{_bytes(len(found.data))}, built by {versions}, digest {found.digest[:16]}")
+
+
+_HEAD = ("target", "kernel", "made for", "captures", "call", "registers", "spills", "shared")
+
+
+def _row(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """A kernel in the table of `inspect`."""
+    first = tuple(record[name] for name in ("target", "kernel", "made_for"))
+    words = (*first, ", ".join(record["params"]), record["call"])
+    if "refused" in record:
+        return (*words, f"none: {record['refused']}")
+    launch = record["launch"]
+    spills, shared = _bytes(launch["spills"]), _bytes(launch["shared"])
+    return (*words, str(launch["registers"]), spills, shared)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines, their columns below one another; the last cell of a row may be long."""
+    widths = [max(len(row[k]) for row in rows if k + 1 < len(row)) for k in range(len(rows[0]) - 1)]
+    return [
+        "  ".join([*(x.ljust(w) for x, w in zip(row[:-1], widths, strict=False)), row[-1]])
+        for row in rows
+    ]
+
+
+# -- other commands ----------------------------------------------------------------------------
 
 
 @main.command("bench", epilog=example("scoremod bench alibi --len 8192 --json"))
@@ -493,19 +610,21 @@ def check_(
 ) -> None:
     """Compare the variant with the oracle, forward and backward. Exit code 1 if it is off."""
     wish = check.Wish(check.words_of(dtypes), backends, bounds, seed)
-    report = check.check(variant, dict(settings), wish, _followed)
+    followed = functools.partial(_followed, what="checking")
+    report = check.check(variant, dict(settings), wish, followed)
     emit(report.json() if as_json else str(report))
 
 
-def _followed(cases: Sequence[check.Case]) -> Iterable[check.Case]:
-    """The cases, with a bar on a terminal."""
+def _followed(steps: Sequence[T], what: str) -> Iterable[T]:
+    """The steps, with a bar on a terminal."""
     from rich.console import Console
     from rich.progress import track
 
     console = Console(stderr=True)
-    return track(
-        cases, "checking", console=console, transient=True, disable=not console.is_terminal
-    )
+    return track(steps, what, console=console, transient=True, disable=not console.is_terminal)
+
+
+# -- the cache ---------------------------------------------------------------------------------
 
 
 @main.group("cache", epilog=example("scoremod cache size", "scoremod cache clear"))

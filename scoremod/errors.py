@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 __all__ = [
     "BackendUnavailable",
+    "BundleInvalid",
     "CaptureMismatch",
     "CheckFailed",
     "CompositionError",
     "InputMismatch",
+    "KernelMissing",
     "LanguageError",
     "MissingCapture",
     "ReservedName",
@@ -137,6 +139,14 @@ class CompositionError(ScoremodError, TypeError):
 
 class BackendUnavailable(ScoremodError, RuntimeError):
     """The asked-for backend cannot run this here."""
+
+
+class BundleInvalid(ScoremodError, ValueError):
+    """A file that is no bundle, is not as it was written, or is of another format."""
+
+
+class KernelMissing(ScoremodError, LookupError):
+    """A call of a loaded bundle needs a kernel that is not in it; nothing is compiled instead."""
 
 
 class CheckFailed(ScoremodError, AssertionError):

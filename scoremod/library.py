@@ -19,6 +19,7 @@ from torch.library import custom_op
 from . import attention, autograd
 from .autograd import Call, Pair
 from .binding import bind
+from .bundle import digest_in
 from .errors import BackendUnavailable
 from .frontend.source import MAX_TEXT, read_text_source
 from .gradients import Result
@@ -92,7 +93,7 @@ def _program(text: str) -> Program:
 
 @functools.lru_cache(maxsize=4096)
 def _typed(text: str, params: tuple[Param, ...]) -> Typed:
-    return typed(_program(text), params, tuple(text.splitlines()))
+    return typed(_program(text), params, tuple(text.splitlines()), digest_in(text))
 
 
 def _unpacked(

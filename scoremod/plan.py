@@ -61,6 +61,7 @@ class Typed:
     given_score: Expr
     given_mask: Expr
     text: tuple[str, ...]
+    bundle: str = ""  # the digest of the bundle that its kernels come from; "": compiled
 
     @functools.cached_property
     def score(self) -> Expr:
@@ -103,7 +104,7 @@ class Typed:
     def only_mask(self) -> Typed:
         """The mask with what it captures: all that a tile structure depends on."""
         params = tuple(p for p in self.params if p.name in self.given_mask.names)
-        return Typed(self.name, params, S, self.given_mask, self.text)
+        return Typed(self.name, params, S, self.given_mask, self.text, self.bundle)
 
     @property
     def score_function(self) -> DeviceFunction | None:
@@ -124,12 +125,14 @@ class Typed:
         )
 
 
-def typed(program: Program, params: tuple[Param, ...], text: tuple[str, ...] = ()) -> Typed:
+def typed(
+    program: Program, params: tuple[Param, ...], text: tuple[str, ...] = (), bundle: str = ""
+) -> Typed:
     """Give captures their types."""
     types = {p.name: p.type for p in params}
     score, mask = resolve(program.score, types), resolve(program.mask, types)
     require_bool(mask, "a mask", mask.span)
-    return Typed(program.name, params, score, mask, text)
+    return Typed(program.name, params, score, mask, text, bundle)
 
 
 # -- names in kernels --------------------------------------------------------------------------

@@ -43,6 +43,22 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Reach:
+    """The part of `Options` that kernels without products are specialised for."""
+
+    small: bool
+    wide_offsets: bool
+    has_kv_lens: bool
+    offset_per_batch: bool
+
+    @staticmethod
+    def of(options: Options) -> Reach:
+        return Reach(
+            options.small, options.wide_offsets, options.has_kv_lens, options.offset_per_batch
+        )
+
+
+@dataclass(frozen=True)
 class Argument:
     """A kernel argument: its name and Triton's type for it."""
 

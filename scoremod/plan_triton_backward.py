@@ -426,6 +426,17 @@ def _is_heavy(program: Typed) -> bool:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """What decides the kernel that looks at each row."""
+
+    dtype: str
+    v_head_dim: int
+    wide_offsets: bool
+    aligned: bool
+    has_grad_lse: bool
+
+
+@dataclass(frozen=True)
 class DeltaPlan:
     """The kernel that takes the LSE to base 2 and computes delta."""
 

@@ -1,4 +1,4 @@
-"""Kernels that can be launched: from memory, from the disk cache, compiled, or interpreted."""
+"""Kernels that can be launched: from memory, a bundle, the disk cache, compiled, or interpreted."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from .backends.compile_triton import Kernel
 from .backends.triton import TRITON, mend_interpreter
+from .bundle import loaded
 from .cache import CACHE, fingerprint, key
 from .launch import HipLauncher, Launcher, current_stream, launcher
 from .launch import device as gpu
@@ -56,20 +57,22 @@ def ready(
     device: torch.device,
     build: Callable[[Target], Kernel],
     interpret: Callable[[], Interpreted],
+    bundle: str,
 ) -> Ready:
     """The kernel that `what` decides, for a GPU or for tensors on the CPU."""
-    found = _READY.get((what, device))
+    found = _READY.get((bundle, what, device))
     if found is None:
-        found = _on_gpu(what, device, build) if device.type == "cuda" else _interpreted(interpret())
-        _READY[what, device] = found
+        on_gpu = device.type == "cuda"
+        found = _on_gpu(what, device, build, bundle) if on_gpu else _interpreted(interpret())
+        _READY[bundle, what, device] = found
     return found
 
 
 def _on_gpu(
-    what: tuple[object, ...], device: torch.device, build: Callable[[Target], Kernel]
+    what: tuple[object, ...], device: torch.device, build: Callable[[Target], Kernel], bundle: str
 ) -> Ready:
     target = gpu(device.index)
-    launching = launcher(kernel := stored(what, target, build))
+    launching = launcher(kernel := stored(what, target, build, bundle))
 
     def run(grid: int, values: Sequence[Any]) -> None:
         launching.launch((grid, 1, 1), current_stream(device.index), values)
@@ -77,8 +80,18 @@ def _on_gpu(
     return Ready(run, dict(kernel.constants), launching)
 
 
-def stored(what: tuple[object, ...], target: Target, build: Callable[[Target], Kernel]) -> Kernel:
-    """The kernel in the disk cache, compiled if it is not there; needs no GPU."""
+def stored(
+    what: tuple[object, ...],
+    target: Target,
+    build: Callable[[Target], Kernel],
+    bundle: str = "",
+) -> Kernel:
+    """The kernel in a bundle, else in the disk cache, compiled if it is not there; needs no GPU.
+
+    What a bundle lacks is an error: where bundles are used, nothing may be able to compile.
+    """
+    if bundle:
+        return loaded(bundle).kernel(what, target)
     return CACHE.get_or_compile(key(fingerprint(), what, target), lambda: build(target))
 
 

@@ -18,7 +18,7 @@ from .blocks import Blocks
 from .inputs import Inputs
 from .plan import Typed
 from .plan_structure import StructurePlan, structure_plan
-from .plan_triton import RECORD, Options
+from .plan_triton import RECORD, Options, Reach
 from .ready import Interpreted, Ready, ready, stored
 from .render import render
 from .target import INTERPRETER, Target
@@ -152,6 +152,7 @@ def structure_kernels(
             lambda: Interpreted(
                 structure_source(plan(INTERPRETER)), entry, plan(INTERPRETER).constants
             ),
+            program.bundle,
         )
 
     found = {"classify_tiles": kernel("classify_tiles")}
@@ -169,8 +170,7 @@ def structure_key(
     transposed: bool = False,
 ) -> tuple[object, ...]:
     """What decides a kernel: dtypes, head dims and scores share it."""
-    flags = (chosen.small, chosen.wide_offsets, chosen.has_kv_lens, chosen.offset_per_batch)
-    return (entry, program.canonical, flags, chosen.blocks, blocks, transposed)
+    return (entry, program.canonical, Reach.of(chosen), chosen.blocks, blocks, transposed)
 
 
 def structure_source(plan: StructurePlan) -> str:

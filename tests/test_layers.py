@@ -30,7 +30,7 @@ LAYERS = """
     warm sources attention reference
     autograd
     library
-    explain check
+    ahead explain check notebook
     api
     variants nn
     testing bench

@@ -116,7 +116,8 @@ def check(found: Array, dense: Array, blocks: tuple[int, int], *, transposed: bo
 @settings(max_examples=12, deadline=None)
 @given(masks(), launches(), st.booleans())
 def test_random_masks(mask: Expr, launch: Launch, transposed: bool) -> None:
-    blocks = max(launch.block_m, 8), max(launch.block_n, 8)
+    # A kernel's tiles are powers of two.
+    blocks = tuple(1 << (max(n, 8) - 1).bit_length() for n in (launch.block_m, launch.block_n))
     launch = replace(launch, h=0, block_m=blocks[0], block_n=blocks[1])
     kinds = kinds_of(mask, launch, transposed=transposed)
     check(kinds, launch.dense(mask), blocks, transposed=transposed)

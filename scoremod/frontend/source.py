@@ -218,10 +218,10 @@ def _partial_arguments(function: functools.partial[Any]) -> dict[str, Any]:
 def find_node(function: types.FunctionType) -> FunctionNode:
     """The syntax tree of a function, from the file that it was defined in."""
     code = function.__code__
-    tree = _module_tree(code.co_filename)
+    functions = _functions_in(code.co_filename)
     if code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         raise UnsupportedPython(f"`{code.co_name}` is async, which has no meaning in a variant")
-    found = [] if tree is None else [n for n in _functions(tree) if _matches(n, code)]
+    found = [n for n in functions if _matches(n, code)]
     if len(found) > 1:
         found = [n for n in found if _contains(n, code)]
     if not found:
@@ -247,24 +247,20 @@ def _size(node: FunctionNode) -> int:
     return sum(1 for _ in itertools.islice(ast.walk(node), MAX_NODES + 1))
 
 
-def _module_tree(file: str) -> ast.Module | None:
+def _functions_in(file: str) -> tuple[FunctionNode, ...]:
+    """The functions of a file as it is now; none where it cannot be read."""
     linecache.checkcache(file)
-    text = "".join(linecache.getlines(file))
-    if not text:
-        return None
-    return _parse_module(text)
+    return _functions("".join(linecache.getlines(file)))
 
 
 @functools.lru_cache(maxsize=64)
-def _parse_module(text: str) -> ast.Module | None:
+def _functions(text: str) -> tuple[FunctionNode, ...]:
+    """Kept: to walk a module for each place in a helper takes seconds."""
     try:
-        return ast.parse(text)
+        tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
-        return None
-
-
-def _functions(tree: ast.Module) -> Iterator[FunctionNode]:
-    return (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.Lambda))
+        return ()
+    return tuple(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.Lambda))
 
 
 def _matches(node: FunctionNode, code: types.CodeType) -> bool:

@@ -1,0 +1,345 @@
+"""Which kernels a bundle has, and their compilation on a machine without a GPU.
+
+A call is served by the kernel that was specialised for it, or by one that promises less. So for
+each way in which arguments are passed there is one kernel for any call, and for the usual calls
+one of their own:
+
+                          no kv_lens      kv_lens      kv_lens and q_offset as a tensor
+    usual                 fwd bwd         fwd bwd      fwd
+    multiples of 16       fwd bwd
+    few queries           fwd             fwd          fwd
+    any                   fwd bwd         fwd bwd      fwd
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from . import attend_hopper, attend_triton, backward_triton
+from .backends.compile_triton import Kernel
+from .bundle import Item, Kind
+from .errors import BackendUnavailable, InputMismatch
+from .ir.capture import Kind as KindOfCapture
+from .ir.ops import Type
+from .passes.patterns import Read
+from .plan import Param, Typed, assumed_params, typed
+from .plan_structure import structure_plan
+from .plan_triton import ELEMENT_BYTES, Options
+from .plan_triton_backward import (
+    DKDV,
+    DQ,
+    KERNEL_OF,
+    PAIRS,
+    Learned,
+    delta_plan,
+    groups_of,
+    places_plan,
+    reads_of,
+)
+from .sources import element, options_of_shape
+from .structure import compile_structure, structure_key
+from .target import Target, parse_target
+from .variant import Program
+
+PHASES = ("fwd", "bwd")
+
+# -- what is wished for ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a bundle is to be made for, as a user says it: all combinations."""
+
+    targets: Sequence[str]
+    dtypes: Sequence[Any]  # torch dtypes, or words
+    head_dims: Sequence[int]
+    phases: Sequence[str]
+    v_head_dims: Sequence[int] | None = None  # one for each head dim, or one for all
+    captures: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        several = {
+            "target": self.targets,
+            "dtype": self.dtypes,
+            "head_dim": self.head_dims,
+            "phase": self.phases,
+        }
+        for name, values in several.items():
+            if not values:
+                raise InputMismatch(f"build needs one {name} at least")
+        for phase in self.phases:
+            if phase not in PHASES:
+                raise InputMismatch(f"phase must be 'fwd' or 'bwd', not {phase!r}")
+
+    @property
+    def shapes(self) -> list[tuple[str, int, int]]:
+        """Dtypes and head dims."""
+        widths = self.v_head_dims or self.head_dims
+        if len(widths) not in (1, len(self.head_dims)):
+            raise InputMismatch(
+                f"v_head_dim must be one value or {len(self.head_dims)}, as head_dim is, "
+                f"not {len(widths)}"
+            )
+        widths = tuple(widths) * (len(self.head_dims) if len(widths) == 1 else 1)
+        pairs = list(zip(self.head_dims, widths, strict=True))
+        words = [element(dtype) for dtype in self.dtypes]
+        return [(word, *pair) for word, pair in itertools.product(words, pairs)]
+
+
+# -- calls -------------------------------------------------------------------------------------
+
+Change = Mapping[str, bool]
+
+
+@dataclass(frozen=True)
+class Passed:
+    """How arguments are passed, which no kernel can make up for."""
+
+    words: str
+    change: Change
+    phases: tuple[str, ...] = PHASES
+
+
+PASSED = (
+    Passed("", {}),
+    Passed("kv_lens", {"has_kv_lens": True}),
+    # An offset that the host does not know may be large.
+    Passed(
+        "kv_lens, q_offset as a tensor",
+        {"has_kv_lens": True, "offset_per_batch": True, "small": False},
+        ("fwd",),
+    ),
+)
+USUAL: Change = {"even": False}
+EVEN: Change = {"even": True}
+SHORT: Change = {"even": False, "short": True, "stored": False}
+ANY: Change = {
+    "even": False,
+    "small": False,
+    "wide_offsets": True,
+    "aligned": False,
+    "positive_scale": False,
+}
+
+
+def calls(program: Typed, usual: Options, phase: str) -> list[tuple[str, Options]]:
+    """The kinds of calls that get a kernel, in words and as options."""
+    found = []
+    for passed in PASSED:
+        if phase not in passed.phases:
+            continue
+        kinds = {"usual": USUAL, "any": ANY}
+        if program.half_lines and not passed.change:
+            kinds["multiples of 16"] = EVEN
+        if phase == "fwd":
+            kinds["few queries"] = SHORT
+            if not program.half_lines:
+                # Where few queries read no tile structure, the kernel for any call does.
+                kinds["any, few queries"] = {**ANY, **SHORT}
+        for words, change in kinds.items():
+            named = ", ".join(x for x in (words, passed.words) if x)
+            changes: dict[str, Any] = {**change, **passed.change}
+            found.append((named, replace(usual, **changes)))
+    return found
+
+
+def usual_options(program: Typed, dtype: str, head_dim: int, v_head_dim: int) -> Options:
+    """What a usual call of a dtype and head dims promises."""
+    found = options_of_shape(
+        program, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, precision="auto"
+    )
+    rows = ((dim * ELEMENT_BYTES[dtype]) % 16 for dim in (head_dim, v_head_dim))
+    return replace(found, aligned=not any(rows))
+
+
+# -- captures ----------------------------------------------------------------------------------
+
+
+def programs(program: Program, wish: Wish, text: tuple[str, ...]) -> list[Typed]:
+    """The program for each combination of the captures' types."""
+    elements = {name: [element(x) for x in several] for name, several in wish.captures.items()}
+    choices = [dict(zip(elements, x, strict=True)) for x in itertools.product(*elements.values())]
+    return [typed(program, params(program, given), text) for given in choices]
+
+
+def params(program: Program, given: dict[str, str]) -> tuple[Param, ...]:
+    """The parameters as a call gives them; a number of a storage type is a 0-d tensor."""
+    found = assumed_params(program, given)
+    return tuple(
+        p
+        if p.kind is KindOfCapture.TENSOR
+        else replace(p, by_value=False)
+        if p.name in given
+        else replace(p, element=_NUMBER[p.type])
+        for p in found
+    )
+
+
+_NUMBER = {Type.BOOL: "bool", Type.INT: "int", Type.FLOAT: "float"}
+
+
+def learning(program: Typed) -> list[tuple[Typed, tuple[Learned, ...]]]:
+    """What is learned: nothing, all float tables, and all floats, numbers being 0-d tensors."""
+    learned = [
+        k
+        for k, p in enumerate(program.params)
+        if p.type is Type.FLOAT and p.name in program.given_score.names
+    ]
+    tables = [k for k in learned if not _is_number(program.params[k])]
+    found: list[tuple[Typed, tuple[Learned, ...]]] = [(program, ())]
+    if tables:
+        found.append((program, tuple(map(Learned, tables))))
+    if tables != learned:
+        in_memory = tuple(
+            replace(p, element="f32", by_value=False) if k in learned and k not in tables else p
+            for k, p in enumerate(program.params)
+        )
+        found.append((replace(program, params=in_memory), tuple(map(Learned, learned))))
+    return found
+
+
+def _is_number(p: Param) -> bool:
+    return p.kind is not KindOfCapture.TENSOR and p.by_value
+
+
+# -- jobs --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kind of call of one program on one target."""
+
+    program: Typed
+    target: Target
+    call: str
+    options: Options
+    learned: tuple[Learned, ...] | None = None  # None: a forward
+
+    def __str__(self) -> str:
+        phase = "fwd" if self.learned is None else "bwd"
+        shape = f"{self.options.dtype}, head dim {self.options.head_dim}"
+        return f"{self.target}, {shape}, {phase}: {self.call}"
+
+
+def jobs(program: Program, wish: Wish, text: tuple[str, ...]) -> list[Job]:
+    """All that a bundle is to serve; `text` are the user's own words."""
+    targets, shapes = [_target(word) for word in wish.targets], wish.shapes
+    found = []
+    for known, target, shape in itertools.product(programs(program, wish, text), targets, shapes):
+        trained = learning(known) if "bwd" in wish.phases else [(known, ())]
+        if "fwd" in wish.phases:
+            for one in dict.fromkeys(one for one, _ in trained):
+                usual = usual_options(one, *shape)
+                found += [Job(one, target, *call) for call in calls(one, usual, "fwd")]
+        if "bwd" in wish.phases:
+            for one, learned in trained:
+                usual = usual_options(one, *shape)
+                found += [Job(one, target, *call, learned) for call in calls(one, usual, "bwd")]
+    return found
+
+
+def _target(word: str) -> Target:
+    found = parse_target(word)
+    if found.kind == "interpreter":
+        raise InputMismatch("there are no kernels for interpreter: it runs text")
+    return found
+
+
+class Shelf:
+    """The kernels made so far: what serves several jobs is compiled once."""
+
+    def __init__(self) -> None:
+        self.items: dict[Kind, Item] = {}
+
+    def run(self, job: Job) -> None:
+        """Compile what a job needs."""
+        for item in _backward(job, self) if job.learned is not None else _forward(job, self):
+            self.items[item.kind] = item
+
+
+# -- kernels -----------------------------------------------------------------------------------
+
+
+def _forward(job: Job, shelf: Shelf) -> Iterator[Item]:
+    """The kernels of a forward: portable ones, and Hopper's where it takes such calls."""
+    program, chosen, target = job.program, job.options, job.target
+    what = attend_triton.forward_key(program, chosen)
+    kernel = attend_triton.compile_forward(program, chosen, target)
+    yield Item(what, target, job.call, kernel)
+    if chosen.stored:
+        yield from _structures(job, shelf, chosen, kernel, transposed=False)
+    if attend_hopper.is_hopper(target) and not _unfit_for_hopper(job):
+        yield from _hopper(job, shelf)
+
+
+def _unfit_for_hopper(job: Job) -> bool:
+    chosen = job.options
+    shape = (chosen.dtype, chosen.head_dim, chosen.v_head_dim)
+    return bool(
+        chosen.short or chosen.has_kv_lens or attend_hopper.unfit_shape(job.program, *shape)
+    )
+
+
+def _hopper(job: Job, shelf: Shelf) -> Iterator[Item]:
+    """Hopper's kernel, or why there is none."""
+    chosen = attend_hopper.of_options(job.options)
+    what = attend_hopper.forward_key(job.program, chosen)
+    if Kind.of(what, job.target) in shelf.items:
+        return
+    result: Kernel | str
+    try:
+        result = attend_hopper.compile_forward(job.program, chosen, job.target)
+    except BackendUnavailable as error:
+        result = error.message.partition("\n")[0]
+    yield Item(what, job.target, job.call, result)
+
+
+def _structures(
+    job: Job, shelf: Shelf, chosen: Options, reader: Kernel, *, transposed: bool
+) -> Iterator[Item]:
+    """The kernels that make the tile structure which `reader` reads."""
+    mask, tile = job.program.only_mask, dict(reader.constants)
+    blocks = tile["BLOCK_M"], tile["BLOCK_N"]
+    plan = structure_plan(mask, chosen, job.target, *blocks, transposed=transposed)
+    for entry in plan.entries:
+        what = structure_key(mask, chosen, blocks, entry, transposed=transposed)
+        if Kind.of(what, job.target) not in shelf.items:
+            yield Item(what, job.target, job.call, compile_structure(plan, entry))
+
+
+def _backward(job: Job, shelf: Shelf) -> Iterator[Item]:
+    """The kernels of a backward, in the order of their launches."""
+    program, target, call = job.program, job.target, job.call
+    assert job.learned is not None
+    learned, chosen = job.learned, job.options
+    for has_grad_lse in (False, True):
+        what = backward_triton.delta_key(chosen, has_grad_lse=has_grad_lse)
+        if Kind.of(what, target) not in shelf.items:
+            plan = delta_plan(chosen, target, has_grad_lse=has_grad_lse)
+            yield Item(what, target, call, backward_triton.compile_small(plan))
+    reads = reads_of(program, learned, offset_per_batch=chosen.offset_per_batch)
+    for kernel in dict.fromkeys((DKDV, DQ, *(KERNEL_OF[read.pattern] for read in reads))):
+        groups = groups_of(program, learned, offset_per_batch=chosen.offset_per_batch)
+        for group in groups if kernel == PAIRS else (None,):
+            mine = backward_triton.options_for(kernel, program, chosen, long=True)
+            made = backward_triton.compile_backward(kernel, program, mine, learned, target, group)
+            what = backward_triton.backward_key(kernel, program, mine, learned, group)
+            yield Item(what, target, call, made)
+            if mine.stored:
+                yield from _structures(job, shelf, mine, made, transposed=kernel == DKDV)
+    yield from _places(job, shelf, reads)
+
+
+def _places(job: Job, shelf: Shelf, reads: Sequence[Read]) -> Iterator[Item]:
+    """The kernels that find the elements which sums along lines are added to."""
+    assert job.learned is not None
+    for number, read in enumerate(reads):
+        what = backward_triton.places_key(job.program, job.options, job.learned, number)
+        plain = backward_triton.is_plain(read, job.options, repeated=False)
+        if KERNEL_OF[read.pattern] == PAIRS or plain or Kind.of(what, job.target) in shelf.items:
+            continue
+        plan = places_plan(job.program, job.options, job.learned, number, job.target)
+        yield Item(what, job.target, job.call, backward_triton.compile_small(plan))
