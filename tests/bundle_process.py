@@ -19,8 +19,9 @@ from scoremod.backends.compile_triton import Kernel
 from scoremod.launch import Launcher
 from scoremod.target import parse_target
 
-assert "triton" not in sys.modules
-sys.modules["triton"] = None  # type: ignore[assignment]  # from here on importing it fails
+if __name__ == "__main__":
+    assert "triton" not in sys.modules
+    sys.modules["triton"] = None  # type: ignore[assignment]  # from here on importing it fails
 
 LAUNCHED: list[str] = []
 
