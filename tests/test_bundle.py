@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from scoremod import (
     variants,
 )
 from scoremod.backends.compile_hopper import launched
-from scoremod.backends.compile_triton import Kernel
+from scoremod.backends.compile_triton import Kernel, compile_kernel
 from scoremod.bundle import Bundle, Item, Kind, Title
 from scoremod.cli import main
 from scoremod.errors import (
@@ -74,6 +76,23 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
         "compile_plan",
         lambda plan, text: (compiled(text, "hopper", launched(plan), {}, plan.target), ""),
     )
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[None]:
+    """Compile in a process where Triton's interpreter was never asked for, as other tests do."""
+    spawn = multiprocessing.get_context("spawn")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        with ProcessPoolExecutor(1, spawn) as pool:
+            pool.submit(os.getpid).result()
+
+            def compiled_apart(*args: Any, **options: Any) -> Kernel:
+                return pool.submit(compile_kernel, *args, **options).result()
+
+            for module in (attend_triton, backward_triton, structure):
+                patch.setattr(module, "compile_kernel", compiled_apart)
+            yield
 
 
 def only_usual(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +158,7 @@ def tensors(q_len: int = 80, kv_len: int = 80, dim: int = 64, **options: Any) ->
 
 
 @pytest.fixture(scope="module")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def documents(tmp_path_factory: pytest.TempPathFactory, apart: None) -> Path:
     """A bundle with real kernels: forward, backward and tile structures."""
     with pytest.MonkeyPatch.context() as patch:
         only_usual(patch)
@@ -214,6 +233,7 @@ scoremod.variants.causal.build(
 """
 
 
+@pytest.mark.usefixtures("apart")
 def test_two_builds_are_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only_usual(monkeypatch)
     targets = ["cuda:80", "hip:gfx942"]

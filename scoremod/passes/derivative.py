@@ -8,6 +8,7 @@ and `min(max(x, lo), hi)` is a clamp: it passes the whole gradient to x at both 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 
@@ -234,7 +235,7 @@ def _clamp(node: Expr, done: Mapping[int, Derivative]) -> Derivative:
 
 def d_ds(score: Expr, env: Mapping[Name, Interval] | None = None) -> Expr:
     """The derivative of a score by the raw score `s`."""
-    return derivative(score, index("s"), env)
+    return d_dread(score, index("s"), env)
 
 
 def reads(score: Expr) -> tuple[Expr, ...]:
@@ -246,4 +247,10 @@ def reads(score: Expr) -> tuple[Expr, ...]:
 
 def d_dread(score: Expr, read: Expr, env: Mapping[Name, Interval] | None = None) -> Expr:
     """The derivative of a score by one of its `reads`."""
-    return derivative(score, read, env)
+    return _known(score, read) if env is None else derivative(score, read, env)
+
+
+@functools.lru_cache(maxsize=256)
+def _known(score: Expr, variable: Expr) -> Expr:
+    """The same at any launch, remembered: every kernel of a backward asks for it."""
+    return derivative(score, variable)
