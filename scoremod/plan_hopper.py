@@ -24,9 +24,8 @@ from .plan_triton import (
 )
 from .target import Target
 
-# Queries of a consumer warpgroup: the m of a wgmma. Registers of a thread, by its warpgroup; the
-# producer's warp is padded to a warpgroup. 64 K registers are all that a multiprocessor has.
-WARPGROUP_ROWS = 64
+# Registers of a thread, by the number of consumers, of consumers and of the producer, whose warp is
+# padded to a warpgroup. 64 K registers are all that a multiprocessor has.
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 PRODUCER_WARPS = 1
 # Heads whose q tiles take turns where q tiles differ in length: their k and v stay in L2 together.

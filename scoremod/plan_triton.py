@@ -213,36 +213,21 @@ TITLES = {
 }
 
 
-@dataclass(frozen=True)
-class TritonPlan:
-    """The forward kernel of the portable backend."""
+class AttentionPlan:
+    """What follows from the decisions of any attention kernel, forward or backward."""
 
-    title: str
-    comments: tuple[str, ...]
-    target: Target
     options: Options
-    functions: tuple[DeviceFunction, ...]
     score: DeviceFunction | None
-    mask: DeviceFunction | None
     runs: tuple[Run, ...]
-    kv_segments: tuple[Segment, ...]
     params: tuple[Param, ...]
-    arguments: tuple[Argument, ...]
-    scalars_in_memory: tuple[Argument, ...]  # and the type that each is computed with
     tile: Tile
     block_d: int
     block_dv: int
-    places_ahead: bool  # the places of a tile are computed before the loops
 
     @property
     def wide_scalars(self) -> tuple[str, ...]:
         """Ints passed by value that are computed with in 64 bits."""
         return wide_scalars(self.params, self.options)
-
-    @property
-    def every_key(self) -> bool:
-        """Whether all keys of the tensor are visible to all queries."""
-        return self.mask is None and not self.stored
 
     @property
     def record(self) -> int:
@@ -258,11 +243,6 @@ class TritonPlan:
         return self.options.stored
 
     @property
-    def full_runs(self) -> bool:
-        """Whether the pieces of the mask say which tiles are full."""
-        return bool(self.runs) and any(s.kind == "full" for s in self.kv_segments)
-
-    @property
     def exchanges(self) -> tuple[Pair, ...]:
         """A sorting network for the runs."""
         return sorting_pairs(self.runs)
@@ -274,15 +254,6 @@ class TritonPlan:
     @property
     def plain_score(self) -> bool:
         return self.score is None
-
-    @property
-    def scale_in_softmax(self) -> bool:
-        """A positive scale commutes with the maximum, and then costs nothing."""
-        return self.score is None and self.options.positive_scale
-
-    @property
-    def scale_scores(self) -> bool:
-        return self.score is None and not self.options.positive_scale
 
     @property
     def exact(self) -> bool:
@@ -312,6 +283,47 @@ class TritonPlan:
             "BLOCK_M": self.tile.block_m,
             "BLOCK_N": self.tile.block_n,
         }
+
+
+@dataclass(frozen=True)
+class TritonPlan(AttentionPlan):
+    """The forward kernel of the portable backend."""
+
+    title: str
+    comments: tuple[str, ...]
+    target: Target
+    options: Options
+    functions: tuple[DeviceFunction, ...]
+    score: DeviceFunction | None
+    mask: DeviceFunction | None
+    runs: tuple[Run, ...]
+    kv_segments: tuple[Segment, ...]
+    params: tuple[Param, ...]
+    arguments: tuple[Argument, ...]
+    scalars_in_memory: tuple[Argument, ...]  # and the type that each is computed with
+    tile: Tile
+    block_d: int
+    block_dv: int
+    places_ahead: bool  # the places of a tile are computed before the loops
+
+    @property
+    def every_key(self) -> bool:
+        """Whether all keys of the tensor are visible to all queries."""
+        return self.mask is None and not self.stored
+
+    @property
+    def full_runs(self) -> bool:
+        """Whether the pieces of the mask say which tiles are full."""
+        return bool(self.runs) and any(s.kind == "full" for s in self.kv_segments)
+
+    @property
+    def scale_in_softmax(self) -> bool:
+        """A positive scale commutes with the maximum, and then costs nothing."""
+        return self.score is None and self.options.positive_scale
+
+    @property
+    def scale_scores(self) -> bool:
+        return self.score is None and not self.options.positive_scale
 
 
 def triton_plan(

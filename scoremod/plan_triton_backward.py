@@ -33,20 +33,16 @@ from .plan import DeviceFunction, Param, Typed, with_kernel_names
 from .plan_triton import (
     ELEMENT_BYTES,
     POINTER_TYPE,
-    RECORD,
-    SCATTERED_PLACE,
     Argument,
+    AttentionPlan,
     Options,
-    Pair,
     Run,
     Segment,
-    neighbours_of,
     padded,
     runs_of,
     scalars_in_memory,
     segments_of,
     shared_arguments,
-    sorting_pairs,
     wide_scalars,
 )
 from .target import Target, Tile, backward_tiles
@@ -152,7 +148,7 @@ class Slope:
 
 
 @dataclass(frozen=True)
-class BackwardPlan:
+class BackwardPlan(AttentionPlan):
     """One kernel of the portable backward."""
 
     kernel: str  # its name, and that of its template
@@ -182,14 +178,6 @@ class BackwardPlan:
         return scalars_in_memory(self.params)
 
     @property
-    def wide_scalars(self) -> tuple[str, ...]:
-        return wide_scalars(self.params, self.options)
-
-    @property
-    def plain_score(self) -> bool:
-        return self.score is None
-
-    @property
     def every_tile(self) -> bool:
         """Whether all keys are visible to all queries."""
         return self.mask is None and not self.stored
@@ -200,31 +188,9 @@ class BackwardPlan:
         return bool(self.runs) and any(s.kind == "full" for s in self.segments)
 
     @property
-    def stored(self) -> bool:
-        return self.options.stored
-
-    @property
-    def record(self) -> int:
-        """Int32 of one row of a stored structure."""
-        return RECORD
-
-    @property
-    def scattered_place(self) -> int:
-        return SCATTERED_PLACE
-
-    @property
     def stores(self) -> bool:
         """Whether the programs own the elements that they sum."""
         return not self.atomic
-
-    @property
-    def exchanges(self) -> tuple[Pair, ...]:
-        """A sorting network for the runs."""
-        return sorting_pairs(self.runs)
-
-    @property
-    def neighbours(self) -> tuple[Pair, ...]:
-        return neighbours_of(self.runs)
 
     @property
     def places_ahead(self) -> bool:
@@ -235,33 +201,9 @@ class BackwardPlan:
         return self.block_d < 128
 
     @property
-    def exact(self) -> bool:
-        return self.options.precision == "exact"
-
-    @property
-    def dot_precision(self) -> str:
-        """How fp32 products are computed; 16-bit ones are exact anyway."""
-        return "ieee" if self.exact else "tf32"
-
-    @property
-    def pad_d(self) -> bool:
-        return self.block_d != self.options.head_dim
-
-    @property
-    def pad_dv(self) -> bool:
-        return self.block_dv != self.options.v_head_dim
-
-    @property
     def constants(self) -> dict[str, int]:
-        return {
-            "HEAD_DIM": self.options.head_dim,
-            "V_HEAD_DIM": self.options.v_head_dim,
-            "BLOCK_D": self.block_d,
-            "BLOCK_DV": self.block_dv,
-            "BLOCK_M": self.tile.block_m,
-            "BLOCK_N": self.tile.block_n,
-            **({"CHUNK": SCANNED} if self.kernel == DIAGONALS else {}),
-        }
+        scanned = {"CHUNK": SCANNED} if self.kernel == DIAGONALS else {}
+        return {**super().constants, **scanned}
 
 
 # Tiles of a diagonal that are looked at in one step.

@@ -32,10 +32,6 @@ class Pattern(enum.Enum):
     PAIR = "pair"
     SCATTERED = "scattered"
 
-    @property
-    def is_line(self) -> bool:
-        return self in (Pattern.ROW, Pattern.COLUMN, Pattern.DIAGONAL)
-
 
 @dataclass(frozen=True)
 class Read:
