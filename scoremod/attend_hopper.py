@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from . import attend_triton
-from .attend_triton import SHORT, in_float32, on_device
+from .attend_triton import SHORT, in_float32, on_device, stored_structure
 from .backends.compile_hopper import compile_plan
 from .backends.compile_triton import Kernel
 from .backends.hopper import HOPPER
@@ -22,7 +22,6 @@ from .blocks import Blocks
 from .cache import CACHE, fingerprint, key
 from .errors import BackendUnavailable
 from .inputs import Inputs, empty_like_q, shared_values
-from .ir.expr import TRUE
 from .launch import Launcher, current_stream
 from .launch import device as gpu
 from .plan import Typed
@@ -34,6 +33,7 @@ from .target import Target
 
 ARCH = "90"
 # Head dims are padded to 64, 128 or 256: below, most of a tile would be padding.
+TILE = 128  # queries and keys of the largest tile that a user's blocks have to hold
 HEAD_DIMS = range(40, 257, 8)  # 8 elements of 16 bits are the 16 bytes that TMA counts in
 
 
@@ -54,31 +54,30 @@ def is_hopper(target: Target) -> bool:
 def unfit(program: Typed, inputs: Inputs) -> str:
     """What about a call does not suit these kernels, on whatever GPU; "" for nothing."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    reason = unfit_shape(program, ELEMENT_OF[q.dtype], q.shape[3], v.shape[3])
+    reason = unfit_shape(ELEMENT_OF[q.dtype], q.shape[3], v.shape[3])
     if reason:
         return reason
     if 0 in (*q.shape, *k.shape):
         return "there is nothing to copy"
     if q.shape[2] <= SHORT:
         return f"{q.shape[2]} queries would leave most of a tile idle"
-    if inputs.kv_lens is not None:
-        return "kv_lens: TMA would copy keys beyond them"
-    if isinstance(inputs.tiles, Blocks):
-        return "tiles= is a list of blocks"
+    user = inputs.tiles
+    if isinstance(user, Blocks) and (user.block_m % TILE or user.block_n % TILE):
+        return (
+            f"blocks of {user.block_m} x {user.block_n} do not hold whole tiles of {TILE} x {TILE}"
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not _copyable(x):
             return f"TMA cannot copy {name}: its strides are {x.stride()}"
     return ""
 
 
-def unfit_shape(program: Typed, element: str, head_dim: int, v_head_dim: int) -> str:
+def unfit_shape(element: str, head_dim: int, v_head_dim: int) -> str:
     """The same of what a kernel is made for."""
     if element not in ("f16", "bf16"):
         return f"its products are of 16-bit floats, not of {element}"
     if not {head_dim, v_head_dim} <= set(HEAD_DIMS):
         return f"head dims {head_dim} and {v_head_dim} are not multiples of 8 from 40 to 256"
-    if not program.one_range:
-        return "the mask is not one range of keys"
     return ""
 
 
@@ -90,12 +89,16 @@ def _copyable(x: torch.Tensor) -> bool:
 
 def options(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Options:
     """The kernel variant that serves a call: what portable kernels are specialised for, less."""
-    return of_options(attend_triton.options(program, inputs, bound))
+    return of_options(program, attend_triton.options(program, inputs, bound))
 
 
-def of_options(chosen: Options) -> Options:
-    """Options of a portable kernel without what makes no difference here."""
-    return replace(chosen, aligned=True, even=False)
+def of_options(program: Typed, chosen: Options) -> Options:
+    """Options of a portable kernel without what makes no difference here.
+
+    Several ranges of keys are not solved in the kernel, but read as any other structure.
+    """
+    stored = chosen.blocks or not program.one_range
+    return replace(chosen, aligned=True, even=False, stored=stored, coarse=False)
 
 
 # -- kernels -----------------------------------------------------------------------------------
@@ -107,6 +110,7 @@ class Ready:
 
     launcher: Launcher
     block_m: int
+    block_n: int
 
 
 # Kernels found so far, by what decides them and where they run, and why there is none.
@@ -132,7 +136,8 @@ def forward(program: Typed, chosen: Options, device: torch.device) -> Ready:
     ready = _READY.get(what)
     if ready is None:
         kernel = store(program, chosen, gpu(device.index))
-        ready = _READY[what] = Ready(Launcher(kernel), dict(kernel.constants)["BLOCK_M"])
+        tile = dict(kernel.constants)
+        ready = _READY[what] = Ready(Launcher(kernel), tile["BLOCK_M"], tile["BLOCK_N"])
     return ready
 
 
@@ -171,8 +176,7 @@ def compile_forward(program: Typed, chosen: Options, target: Target) -> Kernel:
 
 def plans(program: Typed, chosen: Options, target: Target) -> list[HopperPlan]:
     """The plans to try, the best first."""
-    configs = configs_of(chosen, masked=program.mask != TRUE)
-    return [hopper_plan(program, chosen, target, config) for config in configs]
+    return [hopper_plan(program, chosen, target, config) for config in configs_of(program, chosen)]
 
 
 def source(plan: HopperPlan) -> str:
@@ -190,13 +194,18 @@ def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[An
         raise BackendUnavailable(f"backend='hopper' cannot run this call: {reason}")
     with on_device(inputs.q):
         device = inputs.q.device
-        ready = forward(program, options(program, inputs, bound), device)
+        chosen = options(program, inputs, bound)
+        ready = forward(program, chosen, device)
         out = empty_like_q(inputs.q, inputs.v.shape[3])
         lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device=device)
         turns = turns_of(ready.block_m, inputs)
         grid = programs(turns, device.index)
         drawn, stream = counter(device), current_stream(device.index)
-        launch = ready.launcher.prepare(arguments(inputs, bound, out, lse, drawn))
+        values = arguments(inputs, bound, out, lse, drawn)
+        if chosen.stored:
+            blocks = ready.block_m, ready.block_n
+            values += stored_structure(program, chosen, inputs, bound, blocks).arguments
+        launch = ready.launcher.prepare(values)
         if turns > grid:
             ready.launcher.clear(drawn, stream)
         launch.launch((grid, 1, 1), stream)

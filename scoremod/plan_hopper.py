@@ -9,18 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .analysis.ranges import solve
-from .ir.expr import capture, index, postorder, substitute
+from .ir.expr import TRUE, capture, index, postorder, substitute
 from .ir.ops import Op, Type
 from .passes.fold import base2
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
 from .plan_triton import (
     ELEMENT_BYTES,
+    KIND_PLACE,
     POINTER_TYPE,
+    RECORD,
+    SCATTERED_PLACE,
+    STORED_RUNS,
+    TITLES,
     Argument,
     Options,
     kv_range,
     scalars_in_memory,
     shared_arguments,
+    structure_places,
 )
 from .target import Target
 
@@ -44,6 +50,7 @@ class Config:
     one_loop: bool  # an `if` around the mask in place of a loop for partial tiles
     convert_early: bool  # p becomes 16 bit before the loop's edge: fewer registers
     ping_pong: bool  # consumers take turns to issue products
+    o_in_q: bool = False  # o leaves through q's shared memory, if it is as wide
 
     def __str__(self) -> str:
         words = [f"{self.block_m} queries by {self.block_n} keys", f"{self.consumers} consumers"]
@@ -51,6 +58,7 @@ class Config:
         words += ["one loop"] if self.one_loop else []
         words += ["p converted early"] if self.convert_early else []
         words += ["ping-pong"] if self.ping_pong else []
+        words += ["o in q's place"] if self.o_in_q else []
         return ", ".join(words)
 
 
@@ -58,7 +66,7 @@ class Config:
 _WIDE = Config(192, 128, 3, 3, one_loop=True, convert_early=True, ping_pong=True)
 _PAIR = Config(128, 128, 2, 2, one_loop=False, convert_early=False, ping_pong=False)
 _PAIR_IN_TURNS = replace(_PAIR, ping_pong=True)
-_NARROW = replace(_PAIR, block_n=64)
+_NARROW = replace(_PAIR, block_n=64, o_in_q=True)
 _LAST = Config(128, 32, 2, 2, one_loop=False, convert_early=True, ping_pong=False)
 
 
@@ -70,7 +78,7 @@ def _and_lighter(*configs: Config) -> tuple[Config, ...]:
     )
 
 
-# By padded head dim (the wider of the two), and whether there is a mask; the best first.
+# By padded head dim (the wider of the two), and whether tiles may be masked; the best first.
 # TFLOP/s on one H200, bf16, at the sizes of benchmarks/hopper.py, within one table.
 CONFIGS: dict[tuple[int, bool], tuple[Config, ...]] = {
     # Full 451 with 3 consumers, 429 with 2; causal 390 and 413, ALiBi 305 and 311, window 1024
@@ -95,24 +103,24 @@ class Segment:
     # As the kernel says it:
     start: str
     end: str
-    tile: str  # the number of the t-th tile
+    start_n: str  # the first key of the t-th tile
     masked: bool
     partial: str  # whether a tile is partial
 
 
 _FULL = Segment(
-    title="full tiles: every pair attends",
+    title=TITLES["full"],
     start="gl.maximum(partial_count, 1)",
     end="count",
-    tile="(full_first + (t - partial_count))",
+    start_n="(full_first + (t - partial_count)) * BLOCK_N",
     masked=False,
     partial="False",
 )
 _PARTIAL = Segment(
-    title="partial tiles: masked pair by pair",
+    title=TITLES["partial"],
     start="1",
     end="partial_count",
-    tile="partial_tile(t, first, full_first, full_end)",
+    start_n="partial_tile(t, first, full_first, full_end) * BLOCK_N",
     masked=True,
     partial="True",
 )
@@ -120,10 +128,12 @@ _BOTH = Segment(
     title="partial tiles, masked pair by pair, then full ones",
     start="1",
     end="count",
-    tile="kv_tile(t, partial_count, first, full_first, full_end)",
+    start_n="kv_tile(t, partial_count, first, full_first, full_end) * BLOCK_N",
     masked=True,
     partial="t < partial_count",
 )
+# Of tiles that a structure names the producer says where they begin.
+_SAID = "read_number(start_smem.index(step % STAGES))"
 
 
 @dataclass(frozen=True)
@@ -148,7 +158,8 @@ class HopperPlan:
     functions: tuple[DeviceFunction, ...]
     score: DeviceFunction | None
     mask: DeviceFunction | None
-    keys: DeviceFunction | None  # the first and last key that a row sees, with a mask
+    keys: DeviceFunction | None  # the first and last key that a row sees, where that is the mask
+    masks_by_keys: bool  # pairs are masked by these, and not by the mask itself
     params: tuple[Param, ...]
     arguments: tuple[Argument, ...]  # after q, k, v and o
     scalars_in_memory: tuple[Argument, ...]
@@ -172,7 +183,49 @@ class HopperPlan:
     @property
     def every_key(self) -> bool:
         """Whether all keys of the tensor are visible to all queries."""
-        return self.mask is None
+        return self.mask is None and not self.stored
+
+    @property
+    def stored(self) -> bool:
+        """Whether the tiles to visit are read from memory (`plan_structure.py`)."""
+        return self.options.stored
+
+    @property
+    def ranged(self) -> bool:
+        """Whether they are found from the first and last keys."""
+        return self.keys is not None
+
+    @property
+    def in_one_run(self) -> bool:
+        return not self.stored
+
+    @property
+    def uneven(self) -> bool:
+        """Whether q tiles visit different numbers of kv tiles, causal ones most at the end."""
+        return not self.every_key
+
+    @property
+    def positions(self) -> tuple[Argument, ...]:
+        """The arguments that say where queries begin, where keys end and which tiles there are."""
+        known = {"q_offset", "kv_lens", *(a.name for a in structure_places())}
+        return tuple(a for a in self.arguments if a.name in known)
+
+    @property
+    def record(self) -> int:
+        """Int32 of one row of a stored structure; next, where that has how many tiles of a kind."""
+        return RECORD
+
+    @property
+    def partial_place(self) -> int:
+        return KIND_PLACE["partial"] + 2 * STORED_RUNS - 1
+
+    @property
+    def full_place(self) -> int:
+        return KIND_PLACE["full"] + 2 * STORED_RUNS - 1
+
+    @property
+    def scattered_place(self) -> int:
+        return SCATTERED_PLACE
 
     @property
     def scale_in_softmax(self) -> bool:
@@ -195,9 +248,16 @@ class HopperPlan:
     @property
     def kv_segments(self) -> tuple[Segment, ...]:
         """The loops after the first tile. Without a mask that one is the only partial tile."""
-        if self.mask is None:
+        if self.every_key:
             return (_FULL,)
-        return (_BOTH,) if self.config.one_loop else (_PARTIAL, _FULL)
+        segments = (_BOTH,) if self.config.one_loop else (_PARTIAL, _FULL)
+        return tuple(replace(s, start_n=_SAID) for s in segments) if self.stored else segments
+
+    @property
+    def first_start_n(self) -> str:
+        """The first key of the first tile, as the kernel says it."""
+        first = "kv_tile(0, partial_count, first, full_first, full_end) * BLOCK_N"
+        return _SAID if self.stored else first
 
     @property
     def heads_together(self) -> int:
@@ -217,8 +277,8 @@ class HopperPlan:
 
     @property
     def o_in_q(self) -> bool:
-        """Whether o leaves through q's shared memory, where there is no room for its own."""
-        return self.block_d == self.block_dv > 128
+        """Whether o leaves through q's shared memory."""
+        return self.config.o_in_q and self.block_d == self.block_dv
 
     @property
     def own_o(self) -> bool:
@@ -262,19 +322,23 @@ def hopper_plan(program: Typed, options: Options, target: Target, config: Config
             score.name, score.params, (base2(raw),), "The score of s = q k^T, times log2(e)."
         )
     mask = program.mask_function
-    keys = None
-    if mask is not None:
+    keys, masks_by_keys = None, False
+    if mask is not None and not options.stored:
         (piece,) = solve(program.given_mask, "j")
         keys = kv_range(piece, f"{program.name}_keys_0", program.params)
+        # Two comparisons of a key: window 1161 -> 791 instructions of a partial tile; with one end
+        # alone the mask itself is shorter (causal 772, by keys 862).
+        masks_by_keys = bool(piece.los) and bool(piece.his)
     return HopperPlan(
         title=f"Attention forward for `{program.name}`: Gluon, {target}",
         comments=program.text,
         target=target,
         options=options,
-        functions=tuple(f for f in (score, mask, keys) if f is not None),
+        functions=tuple(f for f in (score, None if masks_by_keys else mask, keys) if f is not None),
         score=score,
         mask=mask,
         keys=keys,
+        masks_by_keys=masks_by_keys,
         params=program.params,
         arguments=arguments(program.params, options),
         scalars_in_memory=scalars_in_memory(program.params),
@@ -289,13 +353,15 @@ def padded(head_dim: int) -> int:
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
-def configs_of(options: Options, *, masked: bool) -> tuple[Config, ...]:
+def configs_of(program: Typed, options: Options) -> tuple[Config, ...]:
     """The configurations for a call, the best first."""
-    return CONFIGS[max(padded(options.head_dim), padded(options.v_head_dim)), masked]
+    uneven = options.stored or program.mask != TRUE
+    return CONFIGS[max(padded(options.head_dim), padded(options.v_head_dim)), uneven]
 
 
 def arguments(params: tuple[Param, ...], options: Options) -> tuple[Argument, ...]:
     """The run-time arguments after q, k, v and o, in order."""
     found = [Argument("lse", "*fp32"), Argument("counter", "*i32")]
     found.append(Argument("sm_scale", "*fp32" if options.scale_in_memory else "fp32"))
-    return (*found, *shared_arguments(params, options))
+    found += shared_arguments(params, options)
+    return (*found, *(structure_places() if options.stored else ()))

@@ -539,7 +539,7 @@ def test_hoppers_kernels_and_refusals(tmp_path: Path, monkeypatch: pytest.Monkey
     attn = scoremod.load(path)
     program, bound = attn._bind({}, attn._sizes(80, 80, 0, 0, 0), None)
     known = attn._type(program, bound)
-    chosen = attend_hopper.of_options(Options("bf16", 64, 64))
+    chosen = attend_hopper.of_options(known, Options("bf16", 64, 64))
     with pytest.raises(BackendUnavailable, match=r"^it needs too many registers$"):
         attend_hopper.store(known, chosen, HOPPER)
 
