@@ -127,7 +127,10 @@ CASES: dict[str, Case] = {
     ),
     "documents and scores": Case(
         SOFT.then(variants.alibi),
-        captures=lambda sizes: {**documents(150)(sizes), "slopes": torch.rand(sizes.q_heads)},
+        captures=lambda sizes: {
+            **documents(150)(sizes),
+            "slopes": variants.alibi_slopes(sizes.q_heads),
+        },
     ),
     "documents, head dim 256": Case(
         document & causal, Sizes(head_dim=256, v_head_dim=256), documents(150)
@@ -135,6 +138,11 @@ CASES: dict[str, Case] = {
     "documents, odd head dims": Case(
         document & causal, Sizes(head_dim=72, v_head_dim=128), documents(150), dtype=torch.float16
     ),
+    # More than one turn a multiprocessor.
+    "documents of many heads": Case(
+        document & causal, Sizes(q_heads=24, kv_heads=12), documents(150), prepared=True
+    ),
+    "many heads": Case(NOOP, Sizes(q_heads=24, kv_heads=12, head_dim=128, v_head_dim=128)),
     "several ranges": Case(RANGES, RAGGED),
     "prefix": Case(
         variants.prefix_lm, captures=lambda sizes: {"prefix": torch.tensor([300, 0]).int()}
@@ -155,6 +163,9 @@ CASES: dict[str, Case] = {
     ),
     "lengths, head dim 256, padded values": Case(
         NOOP, Sizes(batch=3, head_dim=192, v_head_dim=72), options=lens(65, 701, 5)
+    ),
+    "lengths of many heads": Case(
+        causal, Sizes(batch=3, q_heads=16, kv_heads=8), options=lens(77, 500, 640)
     ),
     "lengths and causal": Case(
         causal, Sizes(batch=3, head_dim=128, v_head_dim=128), options=lens(0, 500, 77)
@@ -184,6 +195,8 @@ RANGES_OF_KEYS = {
     "lengths, a window and offsets",
     "a window between two keys",
     "one key",
+    "many heads",
+    "lengths of many heads",
 }
 
 

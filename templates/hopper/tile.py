@@ -53,7 +53,7 @@ def clear_rows(
 ):
     """Put zeros into the rows of a tile from `first` on.
 
-    A swizzled tile is panels of 64 columns, a row of which is 128 bytes whatever their order: 8 rows
+    A swizzled tile is panels of 64 columns, a row of which is 128 bytes in whatever order: 8 rows
     are looked at together, as 256 numbers.
     """
     PANELS: gl.constexpr = WIDTH // 64
