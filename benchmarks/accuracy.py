@@ -131,8 +131,9 @@ def rows_of(name: str, dtype: str, shape: Shape) -> Iterator[Row]:
     captures = {
         n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in draw(variant, shape).items()
     }
-    ours = results(variant, tensors, captures, shape)
-    exact = results(variant.eager, {n: x.double() for n, x in tensors.items()}, captures, shape)
+    ours = results(variant, tensors, captures, shape, kind)
+    doubles = {n: x.double() for n, x in tensors.items()}
+    exact = results(variant.eager, doubles, captures, shape, kind)
     lse, exact_lse = ours.pop(LSE), exact.pop(LSE)
     finite = exact_lse.isfinite()
     assert torch.equal(finite, lse.isfinite()), "other rows without keys"
@@ -144,7 +145,11 @@ def rows_of(name: str, dtype: str, shape: Shape) -> Iterator[Row]:
 
 
 def results(
-    call: Any, tensors: dict[str, torch.Tensor], captures: dict[str, Any], shape: Shape
+    call: Any,
+    tensors: dict[str, torch.Tensor],
+    captures: dict[str, Any],
+    shape: Shape,
+    kind: torch.dtype,
 ) -> dict[str, torch.Tensor]:
     """out, lse and, where queries are many enough to be trained on, every gradient."""
     leaves = {n: x.detach().requires_grad_() for n, x in tensors.items()}
@@ -157,9 +162,8 @@ def results(
     found = {OUT: out.detach(), LSE: lse.detach()}
     if not learns:
         return found
-    # Of the same values, whatever the dtype of the computation.
     generator = torch.Generator().manual_seed(shape.kv_len)
-    grad_out = torch.randn(out.shape, generator=generator).to(torch.float16).to(out)
+    grad_out = torch.randn(out.shape, generator=generator).to(kind).to(out)
     wanted = leaves | learned
     gradients = torch.autograd.grad(out, list(wanted.values()), grad_out, allow_unused=True)
     pairs = zip(wanted, gradients, strict=True)
@@ -176,10 +180,23 @@ def leaf(x: torch.Tensor) -> torch.Tensor:
 
 def ratios(x: torch.Tensor, exact: torch.Tensor, kind: torch.dtype) -> tuple[float, float, float]:
     """RMS and largest error, to those of rounding, and the largest to the largest value."""
-    error, base = (x - exact).abs(), (exact.float().to(kind).double() - exact).abs()
-    rms = error.square().mean().sqrt() / base.square().mean().sqrt().clamp_min(1e-30)
-    peak = error.amax() / base.amax().clamp_min(1e-30)
-    return rms.item(), peak.item(), (error.amax() / exact.abs().amax().clamp_min(1e-30)).item()
+    error, (rms, peak) = (x - exact).abs(), rounding(exact, kind)
+    # A gradient that is 0 is a sum of terms of size 1 that cancel.
+    largest = exact.abs().amax().clamp_min(0.1)
+    rms_ratio = error.square().mean().sqrt() / rms
+    return rms_ratio.item(), (error.amax() / peak).item(), (error.amax() / largest).item()
+
+
+def rounding(exact: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMS and largest error of rounding to a dtype; of few elements, what is to be expected."""
+    unit = torch.finfo(kind).eps
+    if exact.numel() > 1000:
+        error = (exact.float().to(kind).double() - exact).abs()
+        rms, peak = error.square().mean().sqrt(), error.amax()
+    else:
+        last_place = unit * exact.abs().clamp_min(1e-30).log2().floor().exp2()
+        rms, peak = (last_place.square().mean() / 12).sqrt(), last_place.amax() / 2
+    return rms.clamp_min(unit / 1000), peak.clamp_min(unit / 1000)
 
 
 def words(shape: Shape) -> str:
