@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_cases import BACKENDS
+from attention_cases import BACKENDS, DEVICE, on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tile_masks import Launch, launches, masks, parse
@@ -26,11 +26,12 @@ from scoremod.structure import Sizes, Stored, structure
 
 Array = np.ndarray[Any, Any]
 CPU = torch.device("cpu")
+TRITON = torch.device(DEVICE["triton"])  # where kernels run, or the interpreter
 
 
 def unpacked(stored: Stored, columns: int) -> Array:
     """The kinds that rows of a structure say: 0 empty, 1 partial, 2 full; 3 seen, kind unknown."""
-    runs, words = stored.runs.numpy(), stored.words.numpy().view(np.uint32)
+    runs, words = stored.runs.cpu().numpy(), stored.words.cpu().numpy().view(np.uint32)
     kinds = np.zeros((len(runs), columns), np.uint8)
     for row, record, map_ in zip(kinds, runs, words, strict=True):
         full = record[2 * STORED_RUNS : 4 * STORED_RUNS]
@@ -67,8 +68,8 @@ def kinds_of(mask: Expr, launch: Launch, *, transposed: bool = False) -> Array:
     sizes = Sizes(1, 1, launch.q_len, launch.kv_len, 1)
     chosen = Options("f32", 16, 16, "exact", small=False, stored=True)
     blocks = launch.block_m, launch.block_n
-    how = structure(program, chosen, sizes, blocks, CPU, transposed=transposed)
-    stored = how.make(CPU, shared_values(launch.q_offset, None, values), ())
+    how = structure(program, chosen, sizes, blocks, TRITON, transposed=transposed)
+    stored = how.make(TRITON, shared_values(launch.q_offset, None, values), ())
     assert stored.runs.shape == (how.structures * how.row_tiles, RECORD)
     return unpacked(stored, how.column_tiles)
 
@@ -81,7 +82,7 @@ def typed_mask(mask: Expr, launch: Launch) -> tuple[Typed, tuple[Bound, ...]]:
         element = {"b": "bool", "i": "i64", "f": "f32"}[value.dtype.kind]
         if value.ndim:
             param = Param(name, Kind.TENSOR, element, value.ndim)
-            given: Any = torch.from_numpy(np.ascontiguousarray(value))
+            given: Any = torch.from_numpy(np.ascontiguousarray(value)).to(TRITON)
         else:
             param, given = Param(name, Kind.SCALAR, element), value.item()
         capture = Capture(name, param.kind, element)
@@ -159,8 +160,9 @@ def qk() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_prepared_once_refreshed_in_place(qk: Any, backend: str) -> None:
     attn = variants.alibi & variants.document & variants.causal
+    qk = tuple(on(backend, x) for x in qk)
     doc = torch.arange(120).div(25, rounding_mode="floor").int().expand(2, -1).contiguous()
-    slopes = torch.rand(2)
+    doc, slopes = on(backend, doc), on(backend, torch.rand(2))
     tiles = (variants.document & variants.causal).prepare(90, 120, batch=2, doc=doc)
     options = {"doc": doc, "slopes": slopes, "backend": backend}
     plain = call(attn, *qk, **options)
@@ -194,7 +196,8 @@ def test_what_was_not_prepared_is_an_error(qk: Any) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ranges_need_no_structure(qk: Any, backend: str) -> None:
-    tiles = variants.causal.prepare(90, 120)
+    qk = tuple(on(backend, x) for x in qk)
+    tiles = variants.causal.prepare(90, 120, device=DEVICE[backend])
     out = call(variants.causal, *qk, tiles=tiles, backend=backend)
     assert torch.equal(out, call(variants.causal, *qk, backend=backend)) and tiles.nbytes == 0
 
@@ -211,9 +214,9 @@ def dense_blocks(allowed: torch.Tensor, m: int, n: int, q_len: int, kv_len: int)
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("base", ["noop", "causal", "document"])
 def test_blocks_and_with_the_mask(qk: Any, backend: str, heads: int, base: str) -> None:
-    q, k = qk
+    q, k = (on(backend, x) for x in qk)
     torch.manual_seed(heads)
-    allowed = torch.rand(2, heads, 2, 2) < 0.6
+    allowed = on(backend, torch.rand(2, heads, 2, 2) < 0.6)
     table = dense_blocks(allowed, 64, 64, 90, 120)
 
     @scoremod.mask
@@ -224,6 +227,7 @@ def test_blocks_and_with_the_mask(qk: Any, backend: str, heads: int, base: str) 
         base, variants.document
     )
     captures = {"doc": torch.arange(120).div(50).int()[None]} if base == "document" else {}
+    captures = on(backend, captures)
     expected = (attn & listed).eager(q, k, k, table=table, **captures)
     given = (allowed, 64)
     out = call(attn, q, k, tiles=given, backend=backend, **captures)
