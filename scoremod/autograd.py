@@ -14,11 +14,13 @@ import torch
 
 from . import attention
 from .binding import Bound, Value
+from .blocks import Blocks
 from .errors import BackendUnavailable, CaptureMismatch
 from .gradients import Result, Wanted
 from .inputs import Inputs
 from .ir.capture import Capture
 from .plan import Param, Typed
+from .tiles import Tiles
 
 # Before the captures: q, k, v, scale, q_offset, kv_lens.
 FIXED = 6
@@ -58,12 +60,15 @@ class Call:
     program: Typed
     backend: str
     precision: str
+    deterministic: bool | None
+    tiles: Tiles | Blocks | None
     slots: tuple[Slot, ...]
 
     def inputs(self, values: Values) -> Inputs:
         """The call's own tensors and options."""
         q, k, v, scale, q_offset, kv_lens = values[:FIXED]
-        return Inputs(q, k, v, scale, q_offset, kv_lens, self.precision)
+        options = (self.precision, self.tiles, self.deterministic)
+        return Inputs(q, k, v, scale, q_offset, kv_lens, *options)
 
     def bound(self, values: Values) -> tuple[Bound, ...]:
         """The call's captures."""
@@ -75,7 +80,8 @@ def take_apart(
     program: Typed, inputs: Inputs, bound: tuple[Bound, ...], backend: str
 ) -> tuple[Call, list[Any]]:
     """A bound call as what never is a tensor, and values."""
-    call = Call(program, backend, inputs.precision, tuple(Slot.of(item) for item in bound))
+    options = (inputs.precision, inputs.deterministic, inputs.tiles)
+    call = Call(program, backend, *options, tuple(Slot.of(item) for item in bound))
     values = [inputs.q, inputs.k, inputs.v, inputs.scale, inputs.q_offset, inputs.kv_lens]
     return call, [*values, *(item.given for item in bound)]
 

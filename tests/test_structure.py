@@ -234,21 +234,35 @@ def test_blocks_and_with_the_mask(qk: Any, backend: str, heads: int, base: str) 
     assert (out - expected).abs().max() < 1e-5
 
 
-def test_gradients_stop_at_the_listed_blocks(qk: Any) -> None:
-    q, k = (x.double().requires_grad_() for x in qk)
-    allowed = torch.tensor([[True, False], [True, True]])
+@pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
+def test_gradients_stop_at_the_listed_blocks(qk: Any, backend: str) -> None:
+    q, k = (x.requires_grad_() for x in qk)
+    allowed = torch.tensor([[True, False], [False, True]])  # causal alone has the third block
     keep = dense_blocks(allowed, 64, 64, 90, 120)
 
     @scoremod.mask
     def listed(i, j, keep):  # type: ignore[no-untyped-def]
         return keep[i, j]
 
-    out = call(variants.causal, q, k, tiles=(allowed, 64), backend="cpu")
+    out = call(variants.causal, q, k, tiles=(allowed, 64), backend=backend)
     expected = (variants.causal & listed).eager(q, k, k, keep=keep)
     weights = torch.randn_like(out)
     grads = [torch.autograd.grad((x * weights).sum(), (q, k)) for x in (out, expected)]
-    for got, wanted in zip(*grads, strict=True):
-        assert (got - wanted).abs().max() < 1e-10
+    for got, wanted in zip((out, *grads[0]), (expected, *grads[1]), strict=True):
+        assert (got - wanted).abs().max() < 1e-5
+
+
+def test_prepared_tiles_are_looked_at_where_gradients_are_wanted(qk: Any) -> None:
+    q, k = (x.requires_grad_() for x in qk)
+    doc = torch.arange(120).div(25, rounding_mode="floor").int().expand(2, -1).contiguous()
+    tiles = variants.document.prepare(90, 120, batch=2, doc=doc)
+    grads = [
+        torch.autograd.grad(call(variants.document, q, k, doc=doc, **given).sum(), (q, k))
+        for given in ({}, {"tiles": tiles})
+    ]
+    assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
+    with pytest.raises(InputMismatch, match="another value of `doc`"):
+        call(variants.document, q, k, doc=doc.clone(), tiles=tiles)
 
 
 def test_lists_of_all_kinds_read_the_same() -> None:
