@@ -122,7 +122,7 @@ class Variant:
                     "tiles= cannot be given under torch.compile, export or fake tensors",
                     hint="leave it out: the call finds its tiles by itself",
                 )
-            how = f"{backend or 'auto'} {precision} {library.REPEATS[deterministic]}"
+            how = f"{backend or 'auto'} {precision} {deterministic}"
             out, lse = self._operator(how, (q, k, v), (scale, q_offset, kv_lens), captures)
             return (out, lse) if return_lse else out
         kind = values = None
@@ -233,6 +233,7 @@ class Variant:
         return (out, lse) if return_lse else out
 
     def _oracle(self, inputs: Inputs, captures: Mapping[str, Any]) -> tuple[Any, Any]:
+        user, lengths = inputs.tiles, (inputs.q.shape[2], inputs.k.shape[2])
         return reference.attend(
             self._origin,
             inputs.q,
@@ -242,6 +243,7 @@ class Variant:
             scale=inputs.scale,
             q_offset=inputs.q_offset,
             kv_lens=inputs.kv_lens,
+            listed=user.dense(*lengths) if isinstance(user, Blocks) else None,
         )
 
     def _bind(

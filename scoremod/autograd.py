@@ -61,16 +61,16 @@ class Call:
     program: Typed
     backend: str
     precision: str
+    deterministic: bool | None
+    tiles: Tiles | Blocks | None
     slots: tuple[Slot, ...]
-    tiles: Tiles | Blocks | None = None
-    deterministic: bool | None = None
     warm: Warm | None = None  # runs the forward of calls like one before
 
     def inputs(self, values: Values) -> Inputs:
         """The call's own tensors and options."""
         q, k, v, scale, q_offset, kv_lens = values[:FIXED]
-        rest = self.precision, self.tiles, self.deterministic
-        return Inputs(q, k, v, scale, q_offset, kv_lens, *rest)
+        options = (self.precision, self.tiles, self.deterministic)
+        return Inputs(q, k, v, scale, q_offset, kv_lens, *options)
 
     def bound(self, values: Values) -> tuple[Bound, ...]:
         """The call's captures."""
@@ -82,8 +82,8 @@ def take_apart(
     program: Typed, inputs: Inputs, bound: tuple[Bound, ...], backend: str
 ) -> tuple[Call, list[Any]]:
     """A bound call as what never is a tensor, and values."""
-    slots = tuple(Slot.of(item) for item in bound)
-    call = Call(program, backend, inputs.precision, slots, inputs.tiles, inputs.deterministic)
+    options = (inputs.precision, inputs.deterministic, inputs.tiles)
+    call = Call(program, backend, *options, tuple(Slot.of(item) for item in bound))
     values = [inputs.q, inputs.k, inputs.v, inputs.scale, inputs.q_offset, inputs.kv_lens]
     return call, [*values, *(item.given for item in bound)]
 

@@ -1694,8 +1694,12 @@ def attend(
     scale: float | Tensor | None = None,
     q_offset: int | Tensor = 0,
     kv_lens: Tensor | None = None,
+    listed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention as the variant says: the output [B, Hq, Lq, Dv], and the LSE [B, Hq, Lq]."""
+    """Attention as the variant says: the output [B, Hq, Lq, Dv], and the LSE [B, Hq, Lq].
+
+    `listed` are the pairs that a user lets through besides, bool [B or 1, Hq or 1, Lq, Lk].
+    """
     batch, q_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     if kv_heads == 0 or q_heads % kv_heads:
@@ -1705,6 +1709,7 @@ def attend(
     grid = _grid(call)
     shape = (batch, q_heads, q_len, kv_len)
     keep = _mask(origin, call, grid).expand(shape)
+    keep = keep if listed is None else keep & listed
     k, v = (
         x.double().expand(batch, -1, -1, -1).repeat_interleave(q_heads // kv_heads, 1)
         for x in (k, v)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from attention_cases import NOOP, Shape, f16, f32, identical, on
 from attention_cases import tensors as tensors_of
+from bundle_process import Watching
 from torch import Tensor
 
 from scoremod import Variant, attend_triton, parse, variants
@@ -383,6 +385,19 @@ def test_atomic_additions_are_refused_where_torch_asks_for_determinism() -> None
     _, case = LEARNED["anywhere"]
     with pytest.raises(BackendUnavailable, match="capture `table` is summed by atomic additions"):
         compare(case)
+
+
+@pytest.mark.parametrize("watched", [nullcontext, Watching], ids=["eager", "operator"])
+def test_a_call_asks_for_determinism_by_itself(watched: Callable[[], Any]) -> None:
+    _, case = LEARNED["anywhere"]
+    q, k, v = (x.requires_grad_() for x in tensors(Shape(2, 1, 1, 3, 4)))
+    call = on("triton", {**case.captures(case.shape), "backend": "triton"})
+    call["table"].requires_grad_()
+    with watched():
+        case.variant(q, k, v, deterministic=False, **call).sum().backward()
+        out = case.variant(q, k, v, deterministic=True, **call)
+        with pytest.raises(BackendUnavailable, match="capture `table` is summed by atomic add"):
+            out.sum().backward()
 
 
 @pytest.mark.usefixtures("deterministic")
