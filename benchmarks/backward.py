@@ -1,4 +1,4 @@
-"""The backward beside FlexAttention and SDPA, interleaved, in one command.
+"""The portable backward beside FlexAttention and SDPA, interleaved, in one command.
 
     python benchmarks/backward.py [--only causal,softcap] [--shapes 2x16x8192x128] [--rounds 5]
 
@@ -77,6 +77,8 @@ def ours(case: Case, do: torch.Tensor) -> Callable[[], Any]:
     inputs = check_inputs(
         case.q, case.k, case.v, scale=None, q_offset=0, kv_lens=None, precision="auto"
     )
+    # Made before, as FlexAttention's block mask is.
+    inputs = replace(inputs, tiles=case.tiles)
     with torch.no_grad():
         out, lse = attend_triton.attend(case.program, inputs, case.bound)
     names = learned(case)
@@ -200,7 +202,7 @@ def measure(task: Task, peers: Sequence[str], rig: Rig, rounds: int) -> Row:
 
 def markdown(rows: Sequence[Row], machine: Any) -> str:
     lines = [
-        "# Backward beside FlexAttention and SDPA",
+        "# The portable backward beside FlexAttention and SDPA",
         "",
         f"{machine['gpu']}; {versions(machine)}; commit {machine['commit']}; {machine['date']}.",
         f"Command: `{machine['command']}`. bf16, all candidates of a row interleaved in one",

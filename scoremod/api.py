@@ -126,11 +126,11 @@ class Variant:
             out, lse = self._operator(how, (q, k, v), (scale, q_offset, kv_lens), captures)
             return (out, lse) if return_lse else out
         kind = values = None
-        usual = backend is None and deterministic is None
-        if usual and isinstance(q, torch.Tensor) and q.is_cuda:
+        if deterministic is None and isinstance(q, torch.Tensor) and q.is_cuda:
             values = self._values(captures)
             if values is not None:
-                kind = kind_of(q, k, v, scale, q_offset, kv_lens, precision, tiles, values)
+                options = (scale, q_offset, kv_lens, precision, backend)
+                kind = kind_of(q, k, v, *options, tiles, values)
                 warmed = self._warm.get(kind)
                 if warmed is not None:
                     assert isinstance(q_offset, int)

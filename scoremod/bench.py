@@ -75,10 +75,12 @@ class Case:
     program: Typed
     bound: tuple[Bound, ...]
     tiles: Tiles | None = None  # prepared, as FlexAttention's block mask is
+    backend: str | None = None  # ours; None: what a call chooses
 
     def ours(self) -> Tensor:
         """The variant's own call."""
-        out: Tensor = self.variant(self.q, self.k, self.v, tiles=self.tiles, **self.captures)
+        how = {"tiles": self.tiles, "backend": self.backend, **self.captures}
+        out: Tensor = self.variant(self.q, self.k, self.v, **how)
         return out
 
 
@@ -92,6 +94,7 @@ def prepare(
     captures: Mapping[str, Any],
     device: str,
     seed: int = 0,
+    backend: str | None = None,
 ) -> Case:
     """Draw q, k, v and missing captures, and bind them."""
     if min(shape) < 1:
@@ -113,7 +116,7 @@ def prepare(
     tiles = None
     if not known.half_lines:
         tiles = variant.prepare(q_len, kv_len, batch=b, q_heads=q_heads, device=q.device, **values)
-    return Case(variant, shape, q, k, v, values, notes, known, bound, tiles)
+    return Case(variant, shape, q, k, v, values, notes, known, bound, tiles, backend)
 
 
 # -- FlexAttention's functions -----------------------------------------------------------------
@@ -518,12 +521,14 @@ def bench(
     against: Sequence[str] = ("flex", "sdpa"),
     rounds: int = 5,
     seed: int = 0,
+    backend: str | None = None,
 ) -> BenchResult:
     """Time a variant's forward beside peers on the current GPU.
 
     shape: (batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim). Captures that are not
     given are drawn by declared type, and the result says so. FlexAttention is compiled anew:
-    Dynamo's cache is reset. SDPA takes part where it has the mask: none, or causal.
+    Dynamo's cache is reset. SDPA takes part where it has the mask: none, or causal. `backend` is
+    ours, `"triton"` for the portable kernels; by default what a call chooses.
     """
     names = peers(against)
     if len(shape) != len(Shape._fields):
@@ -532,7 +537,8 @@ def bench(
     if torch_dtype not in TOLERANCE:
         raise InputMismatch(f"bench takes f16, bf16 or f32, not {dtype}")
     rig = gpu_rig()
-    case = prepare(variant, Shape(*shape), torch_dtype, captures or {}, rig.device, seed)
+    values = captures or {}
+    case = prepare(variant, Shape(*shape), torch_dtype, values, rig.device, seed, backend)
     return measure(case, names, rig, rounds, machine())
 
 
@@ -658,6 +664,7 @@ _OPTIONS = (
     click.option("--v-head-dim", type=int, help="As --head-dim if left out."),
     click.option("--dtype", default="bf16", show_default=True, help="f16, bf16 or f32."),
     click.option("--against", multiple=True, default=("flex", "sdpa"), show_default=True),
+    click.option("--backend", help="Ours: triton or hopper; what a call chooses if left out."),
     click.option("--rounds", type=click.IntRange(1), default=5, show_default=True),
     click.option("--plot", type=click.Path(dir_okay=False), help="Draw into a file."),
 )

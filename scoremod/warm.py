@@ -34,6 +34,7 @@ def kind_of(
     q_offset: int | torch.Tensor,
     kv_lens: torch.Tensor | None,
     precision: str,
+    backend: str | None,
     tiles: Any,
     values: Sequence[Value],
 ) -> KindOfCall | None:
@@ -51,7 +52,7 @@ def kind_of(
     # Device numbers rather than torch.device objects, which are slow to make and to hash.
     found: list[Any] = [
         q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype,
-        device, k.get_device(), v.get_device(), precision, tiles is None, grad,
+        device, k.get_device(), v.get_device(), precision, backend, tiles is None, grad,
     ]  # fmt: skip
     if grad:
         found += (q.requires_grad, k.requires_grad, v.requires_grad)
