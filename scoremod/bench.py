@@ -279,7 +279,9 @@ def _repeated(
     return repeated
 
 
-def _flex(case: Case, rig: Rig) -> tuple[Callable[[], Tensor], Callable[[], object] | None]:
+def _flex(
+    case: Case, rig: Rig, options: Mapping[str, Any] | None
+) -> tuple[Callable[[], Tensor], Callable[[], object] | None]:
     """Compiled FlexAttention, and the making of its block mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -302,9 +304,8 @@ def _flex(case: Case, rig: Rig) -> tuple[Callable[[], Tensor], Callable[[], obje
     gqa = shape.q_heads != shape.kv_heads
 
     def call() -> Tensor:
-        out: Tensor = attend(
-            case.q, case.k, case.v, score_mod=score_mod, block_mask=made, enable_gqa=gqa
-        )
+        how = {"block_mask": made, "enable_gqa": gqa, "kernel_options": options}
+        out: Tensor = attend(case.q, case.k, case.v, score_mod=score_mod, **how)
         return out
 
     return call, None if made is None else block_mask
@@ -358,15 +359,20 @@ class Candidate:
 _SDPA = {CUDNN: "CUDNN_ATTENTION", FLASH: "FLASH_ATTENTION"}
 
 
-def candidate(name: str, case: Case, rig: Rig) -> Candidate:
-    """Build a candidate and call it once; a peer that fails becomes a note."""
+def candidate(
+    name: str, case: Case, rig: Rig, flex_options: Mapping[str, Any] | None = None
+) -> Candidate:
+    """Build a candidate and call it once; a peer that fails becomes a note.
+
+    `flex_options` are FlexAttention's kernel_options, where its own do not run.
+    """
     made = Candidate(name)
 
     def first() -> None:
         if name == OURS:
             made.call = case.ours
         elif name == FLEX:
-            made.call, made.block_mask = _flex(case, rig)
+            made.call, made.block_mask = _flex(case, rig, flex_options)
         else:
             made.call = _sdpa(case, _SDPA[name])
         made.call()
