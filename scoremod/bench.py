@@ -280,7 +280,7 @@ def _repeated(
 
 
 def _flex(
-    case: Case, rig: Rig, options: Mapping[str, Any] | None
+    case: Case, rig: Rig, options: Mapping[str, Any] | None = None
 ) -> tuple[Callable[[], Tensor], Callable[[], object] | None]:
     """Compiled FlexAttention, and the making of its block mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
