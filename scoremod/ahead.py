@@ -294,7 +294,7 @@ def _hopper(job: Job, shelf: Shelf) -> Iterator[Item]:
         result = error.message.partition("\n")[0]
     yield Item(what, job.target, job.call, result)
     if chosen.stored and isinstance(result, Kernel):
-        yield from _structures(job, shelf, chosen, result, transposed=False)
+        yield from _structure(job, shelf, chosen, result, transposed=False)
 
 
 def _structure(

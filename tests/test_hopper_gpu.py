@@ -138,6 +138,14 @@ CASES: dict[str, Case] = {
     "documents, odd head dims": Case(
         document & causal, Sizes(head_dim=72, v_head_dim=128), documents(150), dtype=torch.float16
     ),
+    "causal": Case(causal, WIDE, options=lambda sizes: {"q_offset": 20}),
+    "causal soft-cap": Case(variants.softcap & causal, Sizes(q_len=457), dtype=torch.float16),
+    "causal ALiBi": Case(
+        variants.alibi & causal,
+        Sizes(q_len=128),
+        lambda sizes: {"slopes": variants.alibi_slopes(sizes.q_heads)},
+    ),
+    "every pair": Case(NOOP, Sizes(q_len=457, head_dim=256, v_head_dim=256)),
     # More than one turn a multiprocessor.
     "documents of many heads": Case(
         document & causal, Sizes(q_heads=24, kv_heads=12), documents(150), prepared=True
@@ -195,6 +203,10 @@ RANGES_OF_KEYS = {
     "lengths, a window and offsets",
     "a window between two keys",
     "one key",
+    "causal",
+    "causal soft-cap",
+    "causal ALiBi",
+    "every pair",
     "many heads",
     "lengths of many heads",
 }

@@ -167,6 +167,23 @@ def run_of(t, runs):
 
 
 @gluon.jit
+def kept(s, keep):
+    """Scores with -inf where `keep` is False.
+
+    LLVM would make a selection for each of the conditions that `keep` is made of; what assembly
+    looks at is one, and the assembler joins comparisons.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; selp.f32 $0, $1, 0fFF800000, p; }",
+        "=f,f,r",
+        [s, keep.to(gl.int32)],
+        gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def of_rows(key, rows):
     """The first or last key of each row, also where it is one for all rows."""
     return gl.zeros_like(rows) + narrow(key)
