@@ -5,6 +5,7 @@ Everything else is the portable backend's; `unsupported` says why, in words for 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from .inputs import Inputs, empty_like_q, shared_values
 from .launch import Launcher, current_stream
 from .launch import device as gpu
 from .plan import Typed
-from .plan_hopper import HopperPlan, configs_of, hopper_plan
+from .plan_hopper import Config, HopperPlan, config_of, configs_of, hopper_plan
 from .plan_triton import Options
 from .ready import stored
 from .render import render
@@ -135,35 +136,45 @@ def forward(program: Typed, chosen: Options, device: torch.device) -> Ready:
     what = (program.bundle, program.canonical, chosen, device)
     ready = _READY.get(what)
     if ready is None:
-        kernel = store(program, chosen, gpu(device.index))
-        tile = dict(kernel.constants)
-        ready = _READY[what] = Ready(Launcher(kernel), tile["BLOCK_M"], tile["BLOCK_N"])
+        ready = _READY[what] = ready_of(store(program, chosen, gpu(device.index)))
     return ready
+
+
+def ready_of(kernel: Kernel) -> Ready:
+    """A kernel with its launcher and its tile."""
+    tile = dict(kernel.constants)
+    return Ready(Launcher(kernel), tile["BLOCK_M"], tile["BLOCK_N"])
 
 
 def store(program: Typed, chosen: Options, target: Target) -> Kernel:
     """The kernel of a call, from its bundle, the cache or compiled into it; needs no GPU."""
 
-    def build(target: Target) -> Kernel:
-        return compile_forward(program, chosen, target)
+    best = tuned(program, chosen, target)
 
-    return stored(forward_key(program, chosen), target, build, program.bundle)
+    def build(target: Target) -> Kernel:
+        return compile_forward(program, chosen, target, best)
+
+    return stored(forward_key(program, chosen, best), target, build, program.bundle)
 
 
 def found(program: Typed, chosen: Options, target: Target) -> Kernel | None:
     """The kernel of a call, if it was compiled before."""
-    return CACHE.find(key(fingerprint(), forward_key(program, chosen), target))
+    what = forward_key(program, chosen, tuned(program, chosen, target))
+    return CACHE.find(key(fingerprint(), what, target))
 
 
-def forward_key(program: Typed, chosen: Options) -> tuple[object, ...]:
-    """What decides an attention kernel."""
-    return ("hopper", program.canonical, chosen)
+def forward_key(program: Typed, chosen: Options, best: Config | None = None) -> tuple[object, ...]:
+    """What decides an attention kernel; `best` is the configuration that was measured to be."""
+    what = ("hopper", program.canonical, chosen)
+    return what if best is None else (*what, best)
 
 
-def compile_forward(program: Typed, chosen: Options, target: Target) -> Kernel:
+def compile_forward(
+    program: Typed, chosen: Options, target: Target, best: Config | None = None
+) -> Kernel:
     """Compile the first configuration that the assembler takes as it was meant."""
     notes: list[str] = []
-    for plan in plans(program, chosen, target):
+    for plan in plans(program, chosen, target, best):
         kernel, complaint = compile_plan(plan, source(plan))
         notes.append(f"{plan.config}: {complaint or 'taken'}")
         if not complaint:
@@ -174,14 +185,46 @@ def compile_forward(program: Typed, chosen: Options, target: Target) -> Kernel:
     )
 
 
-def plans(program: Typed, chosen: Options, target: Target) -> list[HopperPlan]:
+def plans(
+    program: Typed, chosen: Options, target: Target, best: Config | None = None
+) -> list[HopperPlan]:
     """The plans to try, the best first."""
-    return [hopper_plan(program, chosen, target, config) for config in configs_of(program, chosen)]
+    known = configs_of(program, chosen)
+    configs = known if best is None else tuple(dict.fromkeys((best, *known)))
+    return [hopper_plan(program, chosen, target, config) for config in configs]
 
 
 def source(plan: HopperPlan) -> str:
     """The kernel's text."""
     return render("attention_fwd.py", plan, HOPPER)
+
+
+# -- configurations that were measured ---------------------------------------------------------
+
+
+def tuned(program: Typed, chosen: Options, target: Target) -> Config | None:
+    """The configuration that `bench --tune` noted for a kernel, if it did."""
+    note = tuning(program, chosen, target)
+    return None if note is None else config_of(note.get("config"))
+
+
+def tuning(program: Typed, chosen: Options, target: Target) -> dict[str, Any] | None:
+    """What `bench --tune` noted. A bundle brings the kernels it was built with."""
+    return None if program.bundle else CACHE.note(_tuning_key(program, chosen, target))
+
+
+def keep_tuned(
+    program: Typed, chosen: Options, target: Target, config: Config, measured: dict[str, Any]
+) -> None:
+    """Note the best configuration for calls from now on, in other processes too."""
+    fields = {"config": dataclasses.asdict(config), **measured}
+    CACHE.put_note(_tuning_key(program, chosen, target), fields)
+    _READY.clear()
+    _REFUSED.clear()
+
+
+def _tuning_key(program: Typed, chosen: Options, target: Target) -> str:
+    return key("tuned", fingerprint(), forward_key(program, chosen), target)
 
 
 # -- the call ----------------------------------------------------------------------------------
@@ -195,20 +238,27 @@ def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[An
     with on_device(inputs.q):
         device = inputs.q.device
         chosen = options(program, inputs, bound)
-        ready = forward(program, chosen, device)
-        out = empty_like_q(inputs.q, inputs.v.shape[3])
-        lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device=device)
-        turns = turns_of(ready.block_m, inputs)
-        grid = programs(turns, device.index)
-        drawn, stream = counter(device), current_stream(device.index)
-        values = arguments(inputs, bound, out, lse, drawn)
-        if chosen.stored:
-            blocks = ready.block_m, ready.block_n
-            values += stored_structure(program, chosen, inputs, bound, blocks).arguments
-        launch = ready.launcher.prepare(values)
-        if turns > grid:
-            ready.launcher.clear(drawn, stream)
-        launch.launch((grid, 1, 1), stream)
+        return run(forward(program, chosen, device), program, chosen, inputs, bound)
+
+
+def run(
+    ready: Ready, program: Typed, chosen: Options, inputs: Inputs, bound: tuple[Bound, ...]
+) -> tuple[Any, Any]:
+    """Launch a kernel on the current GPU: (out, lse)."""
+    device = inputs.q.device
+    out = empty_like_q(inputs.q, inputs.v.shape[3])
+    lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device=device)
+    turns = turns_of(ready.block_m, inputs)
+    grid = programs(turns, device.index)
+    drawn, stream = counter(device), current_stream(device.index)
+    values = arguments(inputs, bound, out, lse, drawn)
+    if chosen.stored:
+        blocks = ready.block_m, ready.block_n
+        values += stored_structure(program, chosen, inputs, bound, blocks).arguments
+    launch = ready.launcher.prepare(values)
+    if turns > grid:
+        ready.launcher.clear(drawn, stream)
+    launch.launch((grid, 1, 1), stream)
     return out, lse
 
 

@@ -85,8 +85,13 @@ def explain_shape(program: Typed, chosen: Options, target: Target) -> list[str]:
 def _hopper(program: Typed, chosen: Options, target: Target) -> list[str]:
     """The decisions of a Hopper kernel, and which configuration the assembler took."""
     kernel = attend_hopper.found(program, chosen, target)
-    plans = attend_hopper.plans(program, chosen, target)
+    note = attend_hopper.tuning(program, chosen, target)
+    plans = attend_hopper.plans(
+        program, chosen, target, attend_hopper.tuned(program, chosen, target)
+    )
     lines = explain_hopper(plans[len(kernel.notes) - 1 if kernel is not None else 0])
+    if note is not None:
+        lines.append(f"  tuned    by `bench --tune` for {note.get('shape')} on {note.get('gpu')}")
     if kernel is None:
         return [*lines, "  tried    nothing so far: it is compiled at the first call"]
     return lines + [f"  tried    {note}" for note in kernel.notes]

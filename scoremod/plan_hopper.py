@@ -6,7 +6,10 @@ first of a table that the assembler takes without serialising its products or sp
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .analysis.ranges import solve
 from .ir.capture import Kind
@@ -36,6 +39,8 @@ from .target import Target
 # padded to a warpgroup. 64 K registers are all that a multiprocessor has.
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 PRODUCER_WARPS = 1
+QUERIES = 64  # of a consumer
+MOST_STAGES = 16
 # Heads whose q tiles take turns where q tiles differ in length: their k and v stay in L2 together.
 # 8 is best of 2, 8 and 32 (causal, head dim 128, H200: 2 is 7 % slower, 32 is 13 %).
 HEADS_TOGETHER = 8
@@ -95,6 +100,33 @@ CONFIGS: dict[tuple[int, bool], tuple[Config, ...]] = {
     (256, False): _and_lighter(_NARROW),
     (256, True): _and_lighter(_NARROW),
 }
+
+
+# Single changes of a configuration that `bench --tune` tries.
+CHANGES: tuple[Callable[[Config], Config], ...] = (
+    lambda c: replace(c, ping_pong=not c.ping_pong),
+    lambda c: replace(c, convert_early=not c.convert_early),
+    lambda c: replace(c, stages=c.stages + 1),
+    lambda c: replace(c, stages=c.stages + 1, o_in_q=True),
+    lambda c: replace(c, stages=max(2, c.stages - 1)),
+    lambda c: replace(c, block_n=c.block_n // 2, stages=2 * c.stages),
+)
+
+
+def neighbours(configs: tuple[Config, ...]) -> tuple[Config, ...]:
+    """Configurations, and single changes of the first."""
+    return tuple(dict.fromkeys((*configs, *(change(configs[0]) for change in CHANGES))))
+
+
+def config_of(fields: Any) -> Config | None:
+    """A configuration from plain values, which may be anything; None for what is none."""
+    wanted = {f.name: type(getattr(_PAIR, f.name)) for f in dataclasses.fields(Config)}
+    if not isinstance(fields, dict) or {n: type(x) for n, x in fields.items()} != wanted:
+        return None
+    found = Config(**fields)
+    sizes = found.block_m == QUERIES * found.consumers and found.block_n in (32, 64, 128)
+    sound = found.consumers in REGISTERS and sizes and 2 <= found.stages <= MOST_STAGES
+    return found if sound else None
 
 
 @dataclass(frozen=True)

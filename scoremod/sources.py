@@ -56,11 +56,10 @@ def _of_hopper(program: Typed, chosen: Options, target: Target) -> str:
     """The configuration that was compiled, else the one that is tried first."""
     chosen = attend_hopper.of_options(program, chosen)
     kernel = attend_hopper.found(program, chosen, target)
-    return (
-        kernel.text
-        if kernel is not None
-        else attend_hopper.source(attend_hopper.plans(program, chosen, target)[0])
-    )
+    if kernel is not None:
+        return kernel.text
+    best = attend_hopper.tuned(program, chosen, target)
+    return attend_hopper.source(attend_hopper.plans(program, chosen, target, best)[0])
 
 
 def of_tiles(program: Typed, chosen: Options, target: str) -> str:

@@ -620,15 +620,15 @@ def test_build_and_inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         *("build", "sliding_window", "--target", "cuda:90", "--target", "cuda:80"),
         *("--head-dim", "64", "--set", "window=9", "-o", "made.smk"),
     )
-    assert said.startswith("made.smk: 22 kernels for cuda:80, cuda:90, ")
+    assert said.startswith("made.smk: 26 kernels for cuda:80, cuda:90, ")
     text = command("inspect", "made.smk")
     assert "captures\n  window: int = 9\n" in text
     lines = text.splitlines()
-    assert sum(line.startswith("  cuda:90  hopper ") for line in lines) == 2
+    assert sum(line.startswith("  cuda:90  hopper ") for line in lines) == 6
     assert sum("few queries, kv_lens " in line for line in lines) == 2
     found = json.loads(command("inspect", "made.smk", "--json"))
     assert found["digest"] == bundle.read("made.smk").digest
-    assert len(found["kernels"]) == 22
+    assert len(found["kernels"]) == 26
     assert "window: int = 9" in command("show", "made.smk")
 
 
