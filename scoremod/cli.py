@@ -502,6 +502,13 @@ def _several(*names: str, default: Any, words: str, **how: Any) -> Callable[[Com
     help="Element type of a capture that leaves it open; a number becomes a 0-d tensor.",
 )
 @click.option(
+    "--also",
+    multiple=True,
+    type=click.Choice(ahead.ALSO),
+    help="What few calls use: lists of blocks, exact precision, gradients with offsets per "
+    "sequence, a scale as a tensor.",
+)
+@click.option(
     "-o", "--output", required=True, type=click.Path(dir_okay=False), help="The file to write."
 )
 @_set
