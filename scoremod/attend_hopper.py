@@ -5,6 +5,7 @@ Everything else is the portable backend's; `unsupported` says why, in words for 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from .backends.hopper import HOPPER
 from .binding import ELEMENT_OF, Bound
 from .blocks import Blocks
 from .cache import CACHE, fingerprint, key
-from .errors import BackendUnavailable
+from .errors import BackendUnavailable, NoConfiguration
 from .inputs import Inputs, empty_like_q, shared_values
 from .launch import Launcher, current_stream
 from .launch import device as gpu
@@ -123,12 +124,31 @@ def refusal(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> str:
     """Why a call that fits has no kernel, which is compiled to know it; "" if it has one."""
     chosen = options(program, inputs, bound)
     what = (program.bundle, program.canonical, chosen, inputs.q.device)
-    if what not in _REFUSED:
+    if what not in _REFUSED and what not in _READY:
+        target = gpu(inputs.q.device.index)
+        noted = _refusal_of_before(program, chosen, target)
         try:
-            forward(program, chosen, inputs.q.device)
+            if not noted:
+                forward(program, chosen, inputs.q.device)
         except BackendUnavailable as error:
-            _REFUSED[what] = error.message.partition("\n")[0]
+            noted = error.message.partition("\n")[0]
+            if isinstance(error, NoConfiguration) and not program.bundle:
+                with contextlib.suppress(OSError):
+                    CACHE.put_note(_refusal_key(program, chosen, target), {"reason": noted})
+        if noted:
+            _REFUSED[what] = noted
     return _REFUSED.get(what, "")
+
+
+def _refusal_of_before(program: Typed, chosen: Options, target: Target) -> str:
+    """Why another process found no configuration, which took it a minute; "" if none did."""
+    note = None if program.bundle else CACHE.note(_refusal_key(program, chosen, target))
+    return str(note.get("reason", "")) if note is not None else ""
+
+
+def _refusal_key(program: Typed, chosen: Options, target: Target) -> str:
+    best = tuned(program, chosen, target)
+    return key("refused", fingerprint(), forward_key(program, chosen, best), target)
 
 
 def forward(program: Typed, chosen: Options, device: torch.device) -> Ready:
@@ -179,7 +199,7 @@ def compile_forward(
         notes.append(f"{plan.config}: {complaint or 'taken'}")
         if not complaint:
             return replace(kernel, notes=tuple(notes))
-    raise BackendUnavailable(
+    raise NoConfiguration(
         f"no configuration of `{program.name}` suits {target}: {'; '.join(notes)}",
         hint="backend='triton' runs it",
     )

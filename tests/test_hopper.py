@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from scoremod.backends import compile_hopper
 from scoremod.backends.compile_hopper import complaint, launched, spills_in_loops
 from scoremod.backends.compile_triton import Kernel, Report, softmax_loops
 from scoremod.blocks import Blocks
-from scoremod.errors import BackendUnavailable
+from scoremod.errors import BackendUnavailable, NoConfiguration
 from scoremod.inputs import check_inputs
 from scoremod.plan import Typed, assumed_params, typed
 from scoremod.plan_hopper import CONFIGS, REGISTERS, HopperPlan, padded
@@ -171,22 +172,27 @@ def test_no_configuration_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
         attend_hopper.compile_forward(program(NOOP), Options("bf16", 128, 128), H200)
 
 
+# A kernel that suits no configuration will not suit one in the next process either.
+@pytest.mark.parametrize(("kind", "times"), [(NoConfiguration, 1), (BackendUnavailable, 2)])
 def test_a_call_whose_kernel_does_badly_is_named_and_not_tried_again(
-    monkeypatch: pytest.MonkeyPatch,
+    kind: type[BackendUnavailable], times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
 
     def stored(*_: Any) -> Kernel:
         tried.append(1)
-        raise BackendUnavailable("no configuration suits", hint="another backend")
+        raise kind("no configuration suits", hint="another backend")
 
+    monkeypatch.setenv("SCOREMOD_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(attend_hopper, "store", stored)
     monkeypatch.setattr(attend_hopper, "gpu", lambda index: H200)
-    monkeypatch.setattr(attend_hopper, "_REFUSED", {})
     q = empty(2, 4, 128, 64)
     inputs = check_inputs(q, q, q, scale=None, q_offset=0, kv_lens=None, precision="auto")
-    found = {attend_hopper.refusal(program(NOOP), inputs, ()) for _ in range(3)}
-    assert found == {"no configuration suits"} and tried == [1]
+    for _ in ("a process", "another"):
+        monkeypatch.setattr(attend_hopper, "_REFUSED", {})
+        found = {attend_hopper.refusal(program(NOOP), inputs, ()) for _ in range(3)}
+        assert found == {"no configuration suits"}
+    assert tried == [1] * times
 
 
 def test_a_score_that_no_configuration_can_hold_is_an_error(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import BackendUnavailable
+from ..errors import BackendUnavailable, NoConfiguration
 from ..plan_hopper import HopperPlan
 from ..plan_hopper import TensorMap as PlannedMap
 from ..plan_triton import Argument
@@ -51,7 +51,7 @@ def complaint(compiled: Compiled, plan: HopperPlan) -> str:
         return "its products would run one after the other"
     spilled = spills_in_loops(compiled.image) if compiled.report.spills else 0
     if spilled > HOPELESS:
-        raise BackendUnavailable(
+        raise NoConfiguration(
             f"`{plan.score.name if plan.score else ENTRY}` needs more registers than a consumer "
             f"has: {spilled} accesses to spilled ones a kv tile",
             hint="backend='triton' runs it",
