@@ -321,17 +321,12 @@ def _forward(job: Job, shelf: Shelf) -> Iterator[Item]:
 def _unfit_for_hopper(job: Job) -> bool:
     chosen = job.options
     shape = (chosen.dtype, chosen.head_dim, chosen.v_head_dim)
-    return bool(
-        chosen.short
-        or chosen.has_kv_lens
-        or chosen.blocks
-        or attend_hopper.unfit_shape(job.program, *shape)
-    )
+    return bool(chosen.short or attend_hopper.unfit_shape(*shape))
 
 
 def _hopper(job: Job, shelf: Shelf) -> Iterator[Item]:
     """Hopper's kernel, or why there is none."""
-    chosen = attend_hopper.of_options(job.options)
+    chosen = attend_hopper.of_options(job.program, job.options)
     what = attend_hopper.forward_key(job.program, chosen)
     if Kind.of(what, job.target) in shelf.items:
         return
@@ -341,6 +336,8 @@ def _hopper(job: Job, shelf: Shelf) -> Iterator[Item]:
     except BackendUnavailable as error:
         result = error.message.partition("\n")[0]
     yield Item(what, job.target, job.call, result)
+    if chosen.stored and isinstance(result, Kernel):
+        yield from _structure(job, shelf, chosen, result, transposed=False)
 
 
 def _structure(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from . import __version__, ahead, bench, bundle, cache, check, variants
+from . import __version__, ahead, bench, bundle, cache, check, tune, variants
 from .analysis.picture import TileMap
 from .api import Variant, parse
 from .api import load as load_bundle
@@ -584,13 +584,17 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 @main.command("bench", epilog=example("scoremod bench alibi --len 8192 --json"))
 @_file
 @bench.options
+@click.option("--tune", "tuned", is_flag=True, help="First keep the best Hopper configuration.")
 @_set
 @_json
 def bench_(
-    variant: Variant, settings: tuple[tuple[str, Any], ...], as_json: bool, **how: Any
+    variant: Variant, settings: tuple[tuple[str, Any], ...], as_json: bool, tuned: bool, **how: Any
 ) -> None:
     """Time the variant beside FlexAttention and SDPA on this GPU, interleaved."""
-    result = bench.from_options(variant, dict(settings), **how)
+    if tuned:
+        found = tune.from_options(variant, dict(settings), how)
+        click.echo(str(found), err=as_json)
+    result = bench.from_options(variant, dict(settings), how)
     emit(result.json() if as_json else str(result))
 
 

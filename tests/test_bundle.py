@@ -591,7 +591,7 @@ def test_hoppers_kernels_and_refusals(tmp_path: Path, monkeypatch: pytest.Monkey
     attn = scoremod.load(path)
     program, bound = attn._bind({}, attn._sizes(80, 80, 0, 0, 0), None)
     known = attn._type(program, bound)
-    chosen = attend_hopper.of_options(Options("bf16", 64, 64))
+    chosen = attend_hopper.of_options(known, Options("bf16", 64, 64))
     with pytest.raises(BackendUnavailable, match=r"^it needs too many registers$"):
         attend_hopper.store(known, chosen, HOPPER)
 
@@ -673,15 +673,15 @@ def test_build_and_inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         *("build", "sliding_window", "--target", "cuda:90", "--target", "cuda:80"),
         *("--head-dim", "64", "--set", "window=9", "-o", "made.smk"),
     )
-    assert said.startswith("made.smk: 30 kernels for cuda:80, cuda:90, ")
+    assert said.startswith("made.smk: 34 kernels for cuda:80, cuda:90, ")
     text = command("inspect", "made.smk")
     assert "captures\n  window: int = 9\n" in text
     lines = text.splitlines()
-    assert sum(line.startswith("  cuda:90  hopper ") for line in lines) == 4
+    assert sum(line.startswith("  cuda:90  hopper ") for line in lines) == 8
     assert sum("few queries, kv_lens " in line for line in lines) == 2
     found = json.loads(command("inspect", "made.smk", "--json"))
     assert found["digest"] == bundle.read("made.smk").digest
-    assert len(found["kernels"]) == 30
+    assert len(found["kernels"]) == 34
     assert "window: int = 9" in command("show", "made.smk")
 
 
