@@ -237,7 +237,7 @@ def test_blocks_and_with_the_mask(qk: Any, backend: str, heads: int, base: str) 
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 def test_gradients_stop_at_the_listed_blocks(qk: Any, backend: str) -> None:
     q, k = (x.requires_grad_() for x in qk)
-    allowed = torch.tensor([[True, False], [False, True]])  # causal alone has the third block
+    allowed = torch.tensor([[True, True], [False, True]])  # causal alone has the third block
     keep = dense_blocks(allowed, 64, 64, 90, 120)
 
     @scoremod.mask
