@@ -99,7 +99,8 @@ def dense(call: Call) -> Dense:
     raw = (q @ k.mT * call.options["scale"]).float().requires_grad_()
     learned = {name: leaf(call.captures[name]) for name in call.learned}
     scores = _scores(call, raw, {**call.captures, **learned})
-    p, lse = (x.detach() for x in reference._softmax(scores))
+    lse = scores.detach().logsumexp(-1)
+    p = torch.exp(scores.detach() - torch.where(lse == -torch.inf, 0, lse)[..., None])
     finite = scores.detach()[scores.isfinite()]
     out = _rounded(_rounded(p, call) @ v, call)
     do, dlse = _weights(out), torch.where(lse == -torch.inf, 0, _weights(lse))

@@ -160,7 +160,7 @@ def qk() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_prepared_once_refreshed_in_place(qk: Any, backend: str) -> None:
     attn = variants.alibi & variants.document & variants.causal
-    qk = tuple(on(backend, x) for x in qk)
+    qk = on(backend, qk)
     doc = torch.arange(120).div(25, rounding_mode="floor").int().expand(2, -1).contiguous()
     doc, slopes = on(backend, doc), on(backend, torch.rand(2))
     tiles = (variants.document & variants.causal).prepare(90, 120, batch=2, doc=doc)
@@ -176,6 +176,20 @@ def test_prepared_once_refreshed_in_place(qk: Any, backend: str) -> None:
     tiles.refresh(doc=other)
     options["doc"] = other
     assert torch.equal(call(attn, *qk, tiles=tiles, **options), call(attn, *qk, **options))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_prepared_tiles_serve_gradients(qk: Any, backend: str) -> None:
+    q, k = (x.requires_grad_() for x in on(backend, qk))
+    doc = on(backend, torch.arange(120).div(25, rounding_mode="floor").int().expand(2, -1))
+    tiles = variants.document.prepare(90, 120, batch=2, doc=doc)
+    found = []
+    for prepared in (tiles, None):
+        out = call(variants.document, q, k, doc=doc, backend=backend, tiles=prepared)
+        found.append(torch.autograd.grad(out.square().sum(), (q, k)))
+    # For the tiles of each kernel, or the host's.
+    assert {key[3] for key in tiles._made} == {False, True} or tiles._kinds
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_what_was_not_prepared_is_an_error(qk: Any) -> None:
@@ -196,7 +210,7 @@ def test_what_was_not_prepared_is_an_error(qk: Any) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ranges_need_no_structure(qk: Any, backend: str) -> None:
-    qk = tuple(on(backend, x) for x in qk)
+    qk = on(backend, qk)
     tiles = variants.causal.prepare(90, 120, device=DEVICE[backend])
     out = call(variants.causal, *qk, tiles=tiles, backend=backend)
     assert torch.equal(out, call(variants.causal, *qk, backend=backend)) and tiles.nbytes == 0
@@ -214,7 +228,7 @@ def dense_blocks(allowed: torch.Tensor, m: int, n: int, q_len: int, kv_len: int)
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("base", ["noop", "causal", "document"])
 def test_blocks_and_with_the_mask(qk: Any, backend: str, heads: int, base: str) -> None:
-    q, k = (on(backend, x) for x in qk)
+    q, k = on(backend, qk)
     torch.manual_seed(heads)
     allowed = on(backend, torch.rand(2, heads, 2, 2) < 0.6)
     table = dense_blocks(allowed, 64, 64, 90, 120)
@@ -236,8 +250,10 @@ def test_blocks_and_with_the_mask(qk: Any, backend: str, heads: int, base: str) 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
 def test_gradients_stop_at_the_listed_blocks(qk: Any, backend: str) -> None:
-    q, k = (x.requires_grad_() for x in qk)
-    allowed = torch.tensor([[True, True], [False, True]])  # causal alone has the third block
+    where = backend if backend in DEVICE else "cpu"
+    q, k = (x.requires_grad_() for x in on(where, qk))
+    # causal alone has the third block
+    allowed = on(where, torch.tensor([[True, True], [False, True]]))
     keep = dense_blocks(allowed, 64, 64, 90, 120)
 
     @scoremod.mask
@@ -250,19 +266,6 @@ def test_gradients_stop_at_the_listed_blocks(qk: Any, backend: str) -> None:
     grads = [torch.autograd.grad((x * weights).sum(), (q, k)) for x in (out, expected)]
     for got, wanted in zip((out, *grads[0]), (expected, *grads[1]), strict=True):
         assert (got - wanted).abs().max() < 1e-5
-
-
-def test_prepared_tiles_are_looked_at_where_gradients_are_wanted(qk: Any) -> None:
-    q, k = (x.requires_grad_() for x in qk)
-    doc = torch.arange(120).div(25, rounding_mode="floor").int().expand(2, -1).contiguous()
-    tiles = variants.document.prepare(90, 120, batch=2, doc=doc)
-    grads = [
-        torch.autograd.grad(call(variants.document, q, k, doc=doc, **given).sum(), (q, k))
-        for given in ({}, {"tiles": tiles})
-    ]
-    assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
-    with pytest.raises(InputMismatch, match="another value of `doc`"):
-        call(variants.document, q, k, doc=doc.clone(), tiles=tiles)
 
 
 def test_lists_of_all_kinds_read_the_same() -> None:
