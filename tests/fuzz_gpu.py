@@ -184,10 +184,12 @@ def run(job: Job, call: Draw, device: str) -> list[rounding.Off]:
     """Compare one call with the oracle, forward and backward, and the forward without gradients."""
     found = prepared(job, call, device)
     backend = {"cpu": "cpu"}.get(device) or (None if job.backend == "auto" else job.backend)
+    tiles = prepared_tiles(found, device) if call.seed % 4 == 0 else None
 
     def attend(*qkv: Tensor, **given: Any) -> Any:
         poison_memory(qkv[0])
-        return found.variant(*qkv, backend=backend, precision=job.precision, **given)
+        how = {"backend": backend, "precision": job.precision, "tiles": tiles}
+        return found.variant(*qkv, **how, **given)
 
     mine = rounding.results(attend, found, found.qkv)
     precision = "exact" if job.precision == "exact" or job.dtype == "float32" else "fast"
@@ -198,6 +200,18 @@ def run(job: Job, call: Draw, device: str) -> list[rounding.Off]:
             same = torch.equal(out.nan_to_num(77), mine["out"].nan_to_num(77))
             offs.append(rounding.Off(f"out, {what}", 0.0 if same else torch.inf, 0.0))
     return offs
+
+
+def prepared_tiles(call: rounding.Call, device: str) -> Any:
+    """The call's tiles, made before it; a capture that is learned is another tensor there."""
+    if call.variant._program.mask.names & {*call.learned}:
+        return None
+    q, k, _ = call.qkv
+    options = {n: call.options.get(n) for n in ("q_offset", "kv_lens")}
+    return call.variant.prepare(
+        q.shape[2], k.shape[2], batch=q.shape[0], q_heads=q.shape[1], device=device,
+        **options, **call.captures,
+    )  # fmt: skip
 
 
 def poison_memory(like: Tensor) -> None:
@@ -325,7 +339,7 @@ def count_backends() -> Counter[str]:
 
 # -- processes ---------------------------------------------------------------------------------
 
-JOB_SECONDS = 120.0  # then a kernel is taken to hang
+JOB_SECONDS = 200.0  # then a kernel is taken to hang
 GRACE = 10.0  # seconds
 
 
@@ -353,9 +367,12 @@ class Worker:
 
 
 def all_answers(
-    waiting: Iterator[Job], device: str, number: int, seconds: float
+    waiting: Iterator[Job], device: str, number: int, seconds: float, unfinished: list[Job]
 ) -> Iterator[Answer]:
-    """Answers as they come; a kernel that is compiled when the time is up has some more."""
+    """Answers as they come; a kernel that is compiled when the time is up has some more.
+
+    Jobs that have no answer then are `unfinished`.
+    """
     until = time.time() + seconds
     workers = []
 
@@ -381,6 +398,8 @@ def all_answers(
             workers.remove(worker)
             start(job)
     for worker in workers:
+        assert worker.job is not None
+        unfinished.append(worker.job)
         worker.process.kill()
 
 
@@ -433,16 +452,20 @@ def main() -> int:
         return repeat(given_.repeat, given_.device)
     start = time.monotonic()
     waiting = iter(jobs(given_.seed, given_.jobs, given_.calls))
-    answers = []
-    for answer in all_answers(waiting, given_.device, given_.workers, given_.seconds):
+    answers: list[Answer] = []
+    unfinished: list[Job] = []
+    how = given_.device, given_.workers, given_.seconds
+    for answer in all_answers(waiting, *how, unfinished):
         answers.append(answer)
         for f in answer.failures:
             print(f"{f.kind}\n  {f.words[:400]}\n  {f.body!r}\n  {f.how}", flush=True)
     found = summary(answers, given_, time.monotonic() - start)
+    found["unfinished"] = [f"{job.backend} {job.precision} {job.body!r}" for job in unfinished]
     folder = Path(os.environ.get("OUT") or "build")
     out = given_.out or folder / "fuzz_gpu.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    found["unfinished"] = len(unfinished)
     print({k: x for k, x in found.items() if k != "failures"}, f"-> {out}")
     return 1 if found["failures"] else 0
 

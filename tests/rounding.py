@@ -10,8 +10,8 @@ the rounded output, and every result is rounded: that much error has a kernel wi
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -195,7 +195,7 @@ def compare(found: Results, call: Call, body: str, precision: str) -> list[Off]:
     if precision == "fast" and TANH.search(body):
         score_error += TANH_ERROR * min(1 + model.largest, LARGEST_TANH)
     whole = bool(exact["out"].isfinite().all())
-    offs = []
+    offs, beside = [], None
     for name, mine in found.items():
         wanted = exact[name].double()
         if name not in ("out", "lse") and not (whole and wanted.isfinite().all()):
@@ -207,8 +207,27 @@ def compare(found: Results, call: Call, body: str, precision: str) -> list[Off]:
         factor = {"out": size, "lse": 1.0}.get(name, GRADIENT_FACTOR * size)
         unit = torch.finfo(mine.dtype).eps * size
         limit = FACTOR * rounding + score_error * factor + unit
-        offs.append(Off(name, _error(mine.double(), wanted), limit))
+        error = _error(mine.double(), wanted)
+        if error > limit and beside is None:
+            beside = list(_beside(call))
+        near = [] if error <= limit or beside is None else beside
+        error = min([error, *(_error(mine.double(), x[name].double()) for x in near)])
+        offs.append(Off(name, error, limit))
     return offs
+
+
+NUDGE = 2.0**-20
+
+
+def _beside(call: Call) -> Iterator[Results]:
+    """The oracle beside this place: at a bend of the score rounding takes either side."""
+    for factor in (1 + NUDGE, 1 - NUDGE):
+        moved = {n: x * factor if _is_float(x) else x for n, x in call.captures.items()}
+        yield oracle(replace(call, captures=moved))
+
+
+def _is_float(x: Any) -> bool:
+    return x.is_floating_point() if isinstance(x, Tensor) else isinstance(x, float)
 
 
 def _error(mine: Tensor, wanted: Tensor) -> float:
