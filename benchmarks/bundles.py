@@ -30,7 +30,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 TARGET, DTYPE, HEAD_DIMS = "cuda:90", "bf16", (64, 128)
-WITHIN = 1.02
+WITHIN = {"forward": 1.02, "backward": 1.02, "host": 1.1}  # the host's times vary more
 # Of values of size 1, in bf16.
 LIMIT = 0.06
 SIDES = ("bundle", "jit")
@@ -257,7 +257,7 @@ class Row:
 
     @property
     def good(self) -> bool:
-        return self.ratio <= WITHIN
+        return self.ratio <= WITHIN[self.what]
 
 
 def warm_up(name: str, head_dim: int, device: str) -> None:

@@ -33,12 +33,12 @@ from unittest import mock
 
 import rounding
 import torch
-from fuzz_variants import Draw, bodies, captures, declaration, inputs
+from fuzz_variants import Draw, bodies, captures, declaration, inputs, tiles_of
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch import Tensor
 
 import scoremod
-from scoremod import ahead, attend_triton, attention
+from scoremod import ahead, api, attend_triton, attention
 from scoremod.inputs import check_inputs
 from scoremod.plan_triton_backward import Learned
 from scoremod.target import parse_target
@@ -58,6 +58,7 @@ KV_LENS = (128, 200, 129, 333, 64, 40, 1, 256, 17, 448)
 OFFSETS = (0, 0, 1, 64, 100)
 HEADS = ((4, 2), (1, 1), (2, 2), (3, 1), (8, 2))
 HEAD_DIMS = ((64, 64), (128, 128), (64, 64), (128, 128), (16, 16), (80, 48), (40, 40), (128, 64))
+BLOCK = 128  # of lists of blocks
 ALIGNED, OTHERS = ("plain", "heads last"), ("every second", "transposed", "inside")
 
 
@@ -120,6 +121,7 @@ def _job(number: int, body: str, calls: int, rng: random.Random) -> Job:
         return Draw(
             rng.randrange(10_000), rng.choice(Q_LENS), rng.choice(KV_LENS), rng.choice(OFFSETS),
             by_value, False, rng.choice(HEADS), head_dims, dtype, rng.choice(ALIGNED),
+            "prepared" if rng.random() < 0.25 else "none",
         )  # fmt: skip
 
     # A second kind of call has kernels of its own.
@@ -128,6 +130,7 @@ def _job(number: int, body: str, calls: int, rng: random.Random) -> Job:
             lambda c: replace(c, per_batch=True),
             lambda c: replace(c, layout=rng.choice(OTHERS)),
             lambda c: replace(c, q_len=rng.choice((1, 2, 16, 0))),
+            lambda c: replace(c, tiles="blocks"),
         )
     )
     kinds = [usual() for _ in range(calls)]
@@ -177,18 +180,18 @@ def prepared(job: Job, call: Draw, device: str) -> rounding.Call:
         for n, x in values.items()
         if isinstance(x, Tensor) and x.is_floating_point() and n in read
     )
-    return rounding.Call(attn, qkv, values, options, learned)
+    tiles = tiles_of(attn, call, device, options, values, block=BLOCK)
+    return rounding.Call(attn, qkv, values, options, learned, tiles)
 
 
 def run(job: Job, call: Draw, device: str) -> list[rounding.Off]:
     """Compare one call with the oracle, forward and backward, and the forward without gradients."""
     found = prepared(job, call, device)
     backend = {"cpu": "cpu"}.get(device) or (None if job.backend == "auto" else job.backend)
-    tiles = prepared_tiles(found, device) if call.seed % 4 == 0 else None
 
     def attend(*qkv: Tensor, **given: Any) -> Any:
         poison_memory(qkv[0])
-        how = {"backend": backend, "precision": job.precision, "tiles": tiles}
+        how = {"backend": backend, "precision": job.precision, "tiles": found.tiles}
         return found.variant(*qkv, **how, **given)
 
     mine = rounding.results(attend, found, found.qkv)
@@ -202,18 +205,6 @@ def run(job: Job, call: Draw, device: str) -> list[rounding.Off]:
     return offs
 
 
-def prepared_tiles(call: rounding.Call, device: str) -> Any:
-    """The call's tiles, made before it; a capture that is learned is another tensor there."""
-    if call.variant._program.mask.names & {*call.learned}:
-        return None
-    q, k, _ = call.qkv
-    options = {n: call.options.get(n) for n in ("q_offset", "kv_lens")}
-    return call.variant.prepare(
-        q.shape[2], k.shape[2], batch=q.shape[0], q_heads=q.shape[1], device=device,
-        **options, **call.captures,
-    )  # fmt: skip
-
-
 def poison_memory(like: Tensor) -> None:
     """Leave nans where the next allocations will be."""
     for size in (like.numel(), 4 * like.numel(), like.numel() // max(1, like.shape[-1])):
@@ -225,6 +216,7 @@ def compile_only(job: Job, call: Draw) -> None:
     found = prepared(job, call, "cpu")
     options = {n: found.options.get(n) for n in ("scale", "q_offset", "kv_lens")}
     given = check_inputs(*found.qkv, **options, precision=job.precision)
+    given = replace(given, tiles=api._tiles(found.tiles, given))
     program, bound = found.variant._bind(found.captures, given.sizes, found.qkv[0].device)
     known = found.variant._type(program, bound)
     chosen = attend_triton.options(known, given, bound)
@@ -298,7 +290,8 @@ def do(job: Job, device: str, until: float, ran: Counter[str]) -> Answer:
 
 def _kinds(calls: Sequence[Draw]) -> list[Draw]:
     """One call of each kind: they share kernels."""
-    return list({(c.per_batch, c.layout in ALIGNED, c.q_len <= 16): c for c in calls}.values())
+    kinds = ((c.per_batch, c.layout in ALIGNED, c.q_len <= 16, c.tiles == "blocks") for c in calls)
+    return list(dict(zip(kinds, calls, strict=True)).values())
 
 
 def _failure(job: Job, k: int, call: Draw, device: str, kind: str, words: str) -> Failure:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import fuzz_variants
 import torch
 from gradient_cases import leaf, weights
 from torch import Tensor
@@ -37,6 +38,7 @@ class Call:
     captures: Mapping[str, Any]
     options: Mapping[str, Any]
     learned: tuple[str, ...]
+    tiles: Any = None  # prepared, or a list of blocks and their size
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,7 +63,11 @@ def results(attend: Any, call: Call, qkv: tuple[Tensor, ...]) -> Results:
 
 def oracle(call: Call) -> Results:
     """What is right. Pairs are decided in float32 unless q is float64."""
-    return results(call.variant.eager, call, tuple(x.float() for x in call.qkv))
+
+    def attend(*qkv: Tensor, **given: Any) -> Any:
+        return fuzz_variants.oracle(call.variant, call.tiles, qkv, **given)
+
+    return results(attend, call, tuple(x.float() for x in call.qkv))
 
 
 def _loss(out: Tensor, lse: Tensor) -> Tensor:
@@ -145,10 +151,15 @@ def _scores(call: Call, raw: Tensor, captures: Mapping[str, Any]) -> Tensor:
         kv_heads=call.qkv[1].shape[1],
     )
     lens = call.options.get("kv_lens")
-    if lens is None:
-        return scores
-    keys = torch.arange(raw.shape[3], device=raw.device)
-    return torch.where(keys < lens[:, None, None, None], scores, -torch.inf)
+    if lens is not None:
+        keys = torch.arange(raw.shape[3], device=raw.device)
+        scores = torch.where(keys < lens[:, None, None, None], scores, -torch.inf)
+    if isinstance(call.tiles, tuple):
+        allowed, block = call.tiles
+        spread = allowed.repeat_interleave(block, 2).repeat_interleave(block, 3)
+        keep = spread[:, :, : raw.shape[2], : raw.shape[3]]
+        scores = torch.where(keep, scores, -torch.inf)
+    return scores
 
 
 def _slopes(scores: Tensor, ds: Tensor, leaves: list[Tensor]) -> list[Tensor]:
