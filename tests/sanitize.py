@@ -67,6 +67,19 @@ CASES = {
     "softcap on hopper": Case(
         v.softcap.bind(cap=20.0) & v.causal, (1, 1, 1, 200, 72, 64, 128), backend="hopper"
     ),
+    "documents and kv_lens on hopper": Case(
+        v.document & v.causal,
+        (2, 2, 1, 150, 210, 64, 64),
+        backend="hopper",
+        captures=documents(2, 210, 40),
+        options=lambda: {"kv_lens": torch.tensor([210, 33]).int()},
+    ),
+    "a list of blocks on hopper": Case(
+        v.causal,
+        (1, 2, 2, 200, 256, 128, 128),
+        backend="hopper",
+        options=lambda: {"tiles": (CHECKERED, 128)},
+    ),
     "documents": Case(
         v.document & v.causal, (2, 2, 1, 97, 97, 64, 64), captures=documents(2, 97, 30)
     ),

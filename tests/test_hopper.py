@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -187,6 +188,27 @@ def test_a_call_whose_kernel_does_badly_is_named_and_not_tried_again(
     inputs = check_inputs(q, q, q, scale=None, q_offset=0, kv_lens=None, precision="auto")
     found = {attend_hopper.refusal(program(NOOP), inputs, ()) for _ in range(3)}
     assert found == {"no configuration suits"} and tried == [1]
+
+
+def test_a_refusal_is_kept_for_other_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SCOREMOD_CACHE_DIR", str(tmp_path))
+    tried: list[object] = []
+
+    def compile_plan(plan: Any, text: str) -> tuple[Kernel, str]:
+        tried.append(plan)
+        return kernel(), "spilled"
+
+    monkeypatch.setattr(attend_hopper, "compile_plan", compile_plan)
+    known, chosen = program(variants.causal), Options("bf16", 64, 64)
+    said = []
+    for _ in range(2):
+        with pytest.raises(BackendUnavailable) as caught:
+            attend_hopper.store(known, chosen, H200)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    assert len(tried) == len(attend_hopper.configs_of(known, chosen))
 
 
 def test_a_score_that_no_configuration_can_hold_is_an_error(
