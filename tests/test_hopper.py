@@ -254,7 +254,7 @@ def test_a_window_is_its_ends() -> None:
 
 def test_documents_are_read_once_a_row_and_once_a_column() -> None:
     (plan, *_) = plans(NAMED["documents"])
-    assert [p.name for p in plan.row_params + plan.column_params] == ["row_0", "column_0"]
+    assert [p.name for p in plan.mask_params] == ["doc", "row_0", "column_0"]
     assert plan.mask is not None and "doc" not in plan.mask.body[0].names
 
 
