@@ -16,13 +16,13 @@ import torch
 
 from . import attend_triton
 from .attend_triton import SHORT, in_float32, on_device, stored_structure
-from .backends.compile_hopper import compile_plan
+from .backends.compile_hopper import Refused, compile_plan
 from .backends.compile_triton import Kernel
 from .backends.hopper import HOPPER
 from .binding import ELEMENT_OF, Bound
 from .blocks import Blocks
 from .cache import CACHE, fingerprint, key
-from .errors import BackendUnavailable, NoConfiguration
+from .errors import BackendUnavailable
 from .inputs import Inputs, empty_like_q, shared_values
 from .launch import Launcher, current_stream
 from .launch import device as gpu
@@ -34,8 +34,8 @@ from .render import render
 from .target import Target
 
 ARCH = "90"
-# Head dims are padded to 64, 128 or 256: below, most of a tile would be padding.
 TILE = 128  # queries and keys of the largest tile that a user's blocks have to hold
+# Head dims are padded to 64, 128 or 256: below, most of a tile would be padding.
 HEAD_DIMS = range(40, 257, 8)  # 8 elements of 16 bits are the 16 bytes that TMA counts in
 
 
@@ -124,31 +124,12 @@ def refusal(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> str:
     """Why a call that fits has no kernel, which is compiled to know it; "" if it has one."""
     chosen = options(program, inputs, bound)
     what = (program.bundle, program.canonical, chosen, inputs.q.device)
-    if what not in _REFUSED and what not in _READY:
-        target = gpu(inputs.q.device.index)
-        noted = _refusal_of_before(program, chosen, target)
+    if what not in _REFUSED:
         try:
-            if not noted:
-                forward(program, chosen, inputs.q.device)
+            forward(program, chosen, inputs.q.device)
         except BackendUnavailable as error:
-            noted = error.message.partition("\n")[0]
-            if isinstance(error, NoConfiguration) and not program.bundle:
-                with contextlib.suppress(OSError):
-                    CACHE.put_note(_refusal_key(program, chosen, target), {"reason": noted})
-        if noted:
-            _REFUSED[what] = noted
+            _REFUSED[what] = error.message.partition("\n")[0]
     return _REFUSED.get(what, "")
-
-
-def _refusal_of_before(program: Typed, chosen: Options, target: Target) -> str:
-    """Why another process found no configuration, which took it a minute; "" if none did."""
-    note = None if program.bundle else CACHE.note(_refusal_key(program, chosen, target))
-    return str(note.get("reason", "")) if note is not None else ""
-
-
-def _refusal_key(program: Typed, chosen: Options, target: Target) -> str:
-    best = tuned(program, chosen, target)
-    return key("refused", fingerprint(), forward_key(program, chosen, best), target)
 
 
 def forward(program: Typed, chosen: Options, device: torch.device) -> Ready:
@@ -174,7 +155,19 @@ def store(program: Typed, chosen: Options, target: Target) -> Kernel:
     def build(target: Target) -> Kernel:
         return compile_forward(program, chosen, target, best)
 
-    return stored(forward_key(program, chosen, best), target, build, program.bundle)
+    what = forward_key(program, chosen, best)
+    if program.bundle:
+        return stored(what, target, build, program.bundle)
+    # A refusal takes a minute of assembling, so it is kept beside the kernels.
+    note = key("refused", fingerprint(), what, target)
+    if (refused := CACHE.note(note)) is not None:
+        raise Refused(str(refused.get("reason")), hint="backend='triton' runs it")
+    try:
+        return stored(what, target, build)
+    except Refused as error:
+        with contextlib.suppress(OSError):
+            CACHE.put_note(note, {"reason": error.message})
+        raise
 
 
 def found(program: Typed, chosen: Options, target: Target) -> Kernel | None:
@@ -199,7 +192,7 @@ def compile_forward(
         notes.append(f"{plan.config}: {complaint or 'taken'}")
         if not complaint:
             return replace(kernel, notes=tuple(notes))
-    raise NoConfiguration(
+    raise Refused(
         f"no configuration of `{program.name}` suits {target}: {'; '.join(notes)}",
         hint="backend='triton' runs it",
     )

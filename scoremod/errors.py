@@ -141,10 +141,6 @@ class BackendUnavailable(ScoremodError, RuntimeError):
     """The asked-for backend cannot run this here."""
 
 
-class NoConfiguration(BackendUnavailable):
-    """The backend's kernel does not suit this variant, whichever way it is compiled."""
-
-
 class BundleInvalid(ScoremodError, ValueError):
     """A file that is no bundle, is not as it was written, or is of another format."""
 
