@@ -66,7 +66,7 @@ def unfit(program: Typed, inputs: Inputs) -> str:
     if isinstance(inputs.tiles, Blocks):
         return "tiles= is a list of blocks"
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not _copyable(x):
+        if not copyable(x):
             return f"TMA cannot copy {name}: its strides are {x.stride()}"
     return ""
 
@@ -82,7 +82,7 @@ def unfit_shape(program: Typed, element: str, head_dim: int, v_head_dim: int) ->
     return ""
 
 
-def _copyable(x: torch.Tensor) -> bool:
+def copyable(x: torch.Tensor) -> bool:
     """Whether rows begin at multiples of 16 bytes and no two are the same memory."""
     strides = (s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1)
     return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s and s % 8 == 0 for s in strides)
