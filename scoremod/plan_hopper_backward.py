@@ -49,6 +49,7 @@ class BackwardConfig:
     k_in_registers: bool = False
     v_in_registers: bool = False
     lean: bool = False
+    named: bool = False
     heads_together: int = 4  # whose q, do and dq stay in L2
     spills: int = 24  # accesses to spilled registers a step that were not felt
 
@@ -60,6 +61,7 @@ class BackwardConfig:
         words += ["k in registers"] if self.k_in_registers else []
         words += ["v in registers"] if self.v_in_registers else []
         words += ["lean"] if self.lean else []
+        words += ["named"] if self.named else []
         return ", ".join(words)
 
 

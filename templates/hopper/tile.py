@@ -190,7 +190,21 @@ def full_tile(t, turn, full_first, full_end):
 def meet():
     """Wait for the other consumer."""
     gl.inline_asm_elementwise(
-        "bar.sync $1, 256; mov.u32 $0, $1;", "=r,r", [8], gl.int32, is_pure=False, pack=1
+        "bar.sync $1, 256; mov.u32 $0, $1;", "=r,r", [9], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def arrive_at(barrier, THREADS: gl.constexpr):
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, $2; mov.u32 $0, $1;", "=r,r,r", [barrier, THREADS], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def sync_at(barrier, THREADS: gl.constexpr):
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.u32 $0, $1;", "=r,r,r", [barrier, THREADS], gl.int32, is_pure=False, pack=1
     )
 
 
@@ -200,7 +214,7 @@ def tell(WHO: gl.constexpr, step):
     gl.inline_asm_elementwise(
         "bar.arrive $1, 256; mov.u32 $0, $1;",
         "=r,r",
-        [10 + 2 * WHO + (step & 1)],
+        [5 + 2 * WHO + (step & 1)],
         gl.int32,
         is_pure=False,
         pack=1,
@@ -213,7 +227,7 @@ def hear(WHO: gl.constexpr, step):
     gl.inline_asm_elementwise(
         "bar.sync $1, 256; mov.u32 $0, $1;",
         "=r,r",
-        [10 + 2 * (1 - WHO) + (step & 1)],
+        [5 + 2 * (1 - WHO) + (step & 1)],
         gl.int32,
         is_pure=False,
         pack=1,
