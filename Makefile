@@ -28,7 +28,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check
 
 types: $(READY)
-	$(BIN)/mypy --strict scoremod
+	$(BIN)/mypy --strict
 
 pytest: $(READY)
 	$(BIN)/pytest -q -n 2

@@ -1,9 +1,10 @@
-"""Every stock variant on this GPU against the oracle, in fp16, bf16 and fp32.
+"""Every stock variant on this GPU against the oracle, forward and backward, in fp16, bf16 and fp32.
 
-    python benchmarks/accuracy.py [--only NAME,NAME] [--out results.json]
+    python benchmarks/accuracy.py [--only NAME,NAME] [--workers 14] [--out results.json]
 
-The error of a kernel is compared with that of a dense float32 computation rounded to the dtype:
-RMS at most 1.5 times, largest at most 4 times; fp32 at most 2e-5 of the largest value.
+The error of a result is compared with that of a dense float32 computation rounded to the dtype:
+of the output, RMS at most 1.5 times and largest at most 4 times; of a gradient 1.6 and 4 times;
+in fp32 at most 2e-5 of the largest value.
 """
 
 from __future__ import annotations
@@ -14,21 +15,20 @@ import multiprocessing
 import os
 import sys
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from scoremod import Variant, attend_hopper, attend_triton, variants
-from scoremod.inputs import check_inputs
+from scoremod import Variant, variants
 from scoremod.ir.capture import Kind
-from scoremod.launch import device
 from scoremod.plan import assumed_params
-from scoremod.target import parse_target
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
-RMS_LIMIT, MAX_LIMIT, F32_LIMIT = 1.5, 4.0, 2e-5
+RMS_LIMIT, GRADIENT_RMS_LIMIT, MAX_LIMIT, F32_LIMIT = 1.5, 1.6, 4.0, 2e-5
+OUT, LSE = "out", "lse"
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,26 @@ SHAPES = {"f16": (EVEN,), "bf16": (EVEN, RAGGED, DECODING), "f32": (RAGGED,)}
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison; ratios are to the float32 computation rounded to the dtype."""
+    """One tensor of a call: `out`, or what the gradient is of.
+
+    Ratios are to the errors of the float32 computation rounded to the dtype.
+    """
 
     variant: str
     dtype: str
     shape: str
+    tensor: str
     rms_ratio: float
     max_ratio: float
     relative: float
     lse_error: float
-    good: bool
+
+    @property
+    def good(self) -> bool:
+        if self.dtype == "f32":
+            return self.relative <= F32_LIMIT
+        limit = RMS_LIMIT if self.tensor == OUT else GRADIENT_RMS_LIMIT
+        return self.rms_ratio <= limit and self.max_ratio <= MAX_LIMIT
 
 
 def stock() -> dict[str, Variant]:
@@ -104,87 +114,131 @@ def inputs_of(shape: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(s, generator=generator).to(dtype) for s in (q, k, v))
 
 
-def compile_one(job: tuple[str, str, Shape, Any]) -> None:
-    """Put a kernel into the disk cache; needs no GPU."""
-    name, dtype, shape, target = job
-    variant = stock()[name]
-    q, k, v = inputs_of(shape, DTYPES[dtype])
-    given = check_inputs(
-        q, k, v, scale=None, q_offset=shape.q_offset, kv_lens=None, precision="auto"
-    )
-    program, bound = variant._bind(draw(variant, shape), given.sizes, q.device)
-    known = variant._type(program, bound)
-    backend = attend_triton
-    if attend_hopper.is_hopper(target) and not attend_hopper.unfit(known, given):
-        backend = attend_hopper
-    backend.store(known, backend.options(known, given, bound), target)
+Job = tuple[str, str, Shape]
 
 
-def compare(name: str, dtype: str, shape: Shape) -> Row:
-    """One variant, dtype and shape."""
+def compare(job: Job) -> list[Row] | str:
+    """One variant, dtype and shape: a row for each tensor, or what went wrong."""
+    try:
+        return list(rows_of(*job))
+    except Exception as error:  # every other comparison still counts
+        return f"{job}: {error!r}"[:400]
+
+
+def rows_of(name: str, dtype: str, shape: Shape) -> Iterator[Row]:
     variant, kind = stock()[name], DTYPES[dtype]
-    q, k, v = (x.cuda() for x in inputs_of(shape, kind))
+    tensors = dict(zip("qkv", (x.cuda() for x in inputs_of(shape, kind)), strict=True))
     captures = {
         n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in draw(variant, shape).items()
     }
-    with torch.no_grad():
-        out, lse = variant(q, k, v, return_lse=True, q_offset=shape.q_offset, **captures)
-        exact, exact_lse = variant.eager(
-            *(x.double() for x in (q, k, v)), return_lse=True, q_offset=shape.q_offset, **captures
-        )
-    rounded = exact.float().to(kind).double()
-    error, base = (out.double() - exact).abs(), (rounded - exact).abs()
+    ours = results(variant, tensors, captures, shape, kind)
+    doubles = {n: x.double() for n, x in tensors.items()}
+    exact = results(variant.eager, doubles, captures, shape, kind)
+    lse, exact_lse = ours.pop(LSE), exact.pop(LSE)
     finite = exact_lse.isfinite()
-    same_rows = torch.equal(finite, lse.isfinite())
+    assert torch.equal(finite, lse.isfinite()), "other rows without keys"
     lse_error = (lse.double() - exact_lse)[finite].abs().amax().item() if finite.any() else 0.0
-    largest = exact.abs().amax().item()
-    rms = (error.square().mean().sqrt() / base.square().mean().sqrt().clamp_min(1e-30)).item()
-    peak = (error.amax() / base.amax().clamp_min(1e-30)).item()
-    relative = error.amax().item() / max(largest, 1e-30)
-    fits = rms <= RMS_LIMIT and peak <= MAX_LIMIT
-    good = relative <= F32_LIMIT if dtype == "f32" else fits
-    words = f"{shape.batch}x{shape.q_heads}.{shape.kv_heads}x{shape.q_len}.{shape.kv_len}"
-    words += f"x{shape.head_dim}.{shape.v_head_dim}"
-    return Row(name, dtype, words, rms, peak, relative, lse_error, good and same_rows)
+    for tensor, wanted in exact.items():
+        assert ours[tensor].isfinite().all() or not wanted.isfinite().all(), f"{tensor}: not finite"
+        errors = ratios(ours[tensor].double(), wanted.double(), kind)
+        yield Row(name, dtype, words(shape), tensor, *errors, lse_error)
+
+
+def results(
+    call: Any,
+    tensors: dict[str, torch.Tensor],
+    captures: dict[str, Any],
+    shape: Shape,
+    kind: torch.dtype,
+) -> dict[str, torch.Tensor]:
+    """out, lse and, where queries are many enough to be trained on, every gradient."""
+    leaves = {n: x.detach().requires_grad_() for n, x in tensors.items()}
+    learned = {n: leaf(x) for n, x in captures.items() if is_float(x)}
+    learns = shape.q_len > 1
+    with torch.set_grad_enabled(learns):
+        out, lse = call(
+            *leaves.values(), return_lse=True, q_offset=shape.q_offset, **(captures | learned)
+        )
+    found = {OUT: out.detach(), LSE: lse.detach()}
+    if not learns:
+        return found
+    generator = torch.Generator().manual_seed(shape.kv_len)
+    grad_out = torch.randn(out.shape, generator=generator).to(kind).to(out)
+    wanted = leaves | learned
+    gradients = torch.autograd.grad(out, list(wanted.values()), grad_out, allow_unused=True)
+    pairs = zip(wanted, gradients, strict=True)
+    return found | {f"d{n}": g for n, g in pairs if g is not None}
+
+
+def is_float(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def leaf(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().requires_grad_()
+
+
+def ratios(x: torch.Tensor, exact: torch.Tensor, kind: torch.dtype) -> tuple[float, float, float]:
+    """RMS and largest error, to those of rounding, and the largest to the largest value."""
+    error, (rms, peak) = (x - exact).abs(), rounding(exact, kind)
+    # A gradient that is 0 is a sum of terms of size 1 that cancel.
+    largest = exact.abs().amax().clamp_min(0.1)
+    rms_ratio = error.square().mean().sqrt() / rms
+    return rms_ratio.item(), (error.amax() / peak).item(), (error.amax() / largest).item()
+
+
+def rounding(exact: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMS and largest error of rounding to a dtype; of few elements, what is to be expected."""
+    unit = torch.finfo(kind).eps
+    if exact.numel() > 1000:
+        error = (exact.float().to(kind).double() - exact).abs()
+        rms, peak = error.square().mean().sqrt(), error.amax()
+    else:
+        last_place = unit * exact.abs().clamp_min(1e-30).log2().floor().exp2()
+        rms, peak = (last_place.square().mean() / 12).sqrt(), last_place.amax() / 2
+    return rms.clamp_min(unit / 1000), peak.clamp_min(unit / 1000)
+
+
+def words(shape: Shape) -> str:
+    text = f"{shape.batch}x{shape.q_heads}.{shape.kv_heads}x{shape.q_len}.{shape.kv_len}"
+    return f"{text}x{shape.head_dim}.{shape.v_head_dim}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="")
     parser.add_argument("--out", default="")
-    parser.add_argument("--compile", metavar="TARGET", help="only fill the kernel cache")
+    parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
     chosen = parser.parse_args()
     names = [n for n in stock() if not chosen.only or n in chosen.only.split(",")]
     jobs = [(n, d, s) for n in names for d in DTYPES for s in SHAPES[d]]
-    target = parse_target(chosen.compile) if chosen.compile else device()
+    # Compiling takes most of the time, so that processes share the jobs, and the GPU.
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(2, (os.cpu_count() or 2) - 2), mp_context=spawn) as pool:
-        list(pool.map(compile_one, [(*job, target) for job in jobs], chunksize=4))
-    if chosen.compile:
-        return 0
-    rows, failed = [], 0
-    for job in jobs:
-        try:
-            rows.append(compare(*job))
-        except Exception as error:  # every other comparison still counts
-            print("FAILED", *job, repr(error)[:300])
-            failed += 1
-    bad = [r for r in rows if not r.good]
-    for row in bad:
-        print("BAD", row)
+    with ProcessPoolExecutor(chosen.workers, mp_context=spawn) as pool:
+        answers = list(pool.map(compare, jobs))
+    failed = [answer for answer in answers if isinstance(answer, str)]
+    rows = [row for answer in answers if not isinstance(answer, str) for row in answer]
+    bad = [row for row in rows if not row.good]
+    for line in (*failed, *bad):
+        print("BAD", line)
     for dtype in DTYPES:
-        of = [r for r in rows if r.dtype == dtype]
-        most = {f: max(getattr(r, f) for r in of) for f in ("rms_ratio", "max_ratio", "relative")}
-        lse = max(r.lse_error for r in of)
-        print(
-            f"{dtype}: {len(of)} comparisons; at most: rms ratio {most['rms_ratio']:.2f}, "
-            f"max ratio {most['max_ratio']:.2f}, of the largest value {most['relative']:.1e}, "
-            f"lse {lse:.1e}"
-        )
+        for what, of in (
+            ("outputs", [r for r in rows if r.dtype == dtype and r.tensor == OUT]),
+            ("gradients", [r for r in rows if r.dtype == dtype and r.tensor != OUT]),
+        ):
+            if of:
+                print(f"{dtype}: {len(of)} {what}; at most: {summary(of)}")
     if chosen.out:
         with open(chosen.out, "w") as file:
-            json.dump([asdict(r) for r in rows], file, indent=1)
-    return len(bad) + failed > 0
+            json.dump([{**asdict(r), "good": r.good} for r in rows], file, indent=1)
+    return len(bad) + len(failed) > 0
+
+
+def summary(rows: list[Row]) -> str:
+    most = {f: max(getattr(r, f) for r in rows) for f in ("rms_ratio", "max_ratio", "relative")}
+    text = f"rms ratio {most['rms_ratio']:.2f}, max ratio {most['max_ratio']:.2f}"
+    lse = max(r.lse_error for r in rows)
+    return f"{text}, of the largest value {most['relative']:.1e}, lse {lse:.1e}"
 
 
 if __name__ == "__main__":

@@ -270,7 +270,7 @@ def _forward(job: Job, shelf: Shelf) -> Iterator[Item]:
     kernel = attend_triton.compile_forward(program, chosen, target)
     yield Item(what, target, job.call, kernel)
     if chosen.stored:
-        yield from _structures(job, shelf, chosen, kernel, transposed=False)
+        yield from _structure(job, shelf, chosen, kernel, transposed=False)
     if attend_hopper.is_hopper(target) and not _unfit_for_hopper(job):
         yield from _hopper(job, shelf)
 
@@ -297,17 +297,16 @@ def _hopper(job: Job, shelf: Shelf) -> Iterator[Item]:
     yield Item(what, job.target, job.call, result)
 
 
-def _structures(
+def _structure(
     job: Job, shelf: Shelf, chosen: Options, reader: Kernel, *, transposed: bool
 ) -> Iterator[Item]:
-    """The kernels that make the tile structure which `reader` reads."""
+    """The kernel that makes the tile structure which `reader` reads."""
     mask, tile = job.program.only_mask, dict(reader.constants)
     blocks = tile["BLOCK_M"], tile["BLOCK_N"]
-    plan = structure_plan(mask, chosen, job.target, *blocks, transposed=transposed)
-    for entry in plan.entries:
-        what = structure_key(mask, chosen, blocks, entry, transposed=transposed)
-        if Kind.of(what, job.target) not in shelf.items:
-            yield Item(what, job.target, job.call, compile_structure(plan, entry))
+    what = structure_key(mask, chosen, blocks, transposed=transposed)
+    if Kind.of(what, job.target) not in shelf.items:
+        plan = structure_plan(mask, chosen, job.target, *blocks, transposed=transposed)
+        yield Item(what, job.target, job.call, compile_structure(plan))
 
 
 def _backward(job: Job, shelf: Shelf) -> Iterator[Item]:
@@ -329,7 +328,7 @@ def _backward(job: Job, shelf: Shelf) -> Iterator[Item]:
             what = backward_triton.backward_key(kernel, program, mine, learned, group)
             yield Item(what, target, call, made)
             if mine.stored:
-                yield from _structures(job, shelf, mine, made, transposed=kernel == DKDV)
+                yield from _structure(job, shelf, mine, made, transposed=kernel == DKDV)
     yield from _places(job, shelf, reads)
 
 

@@ -87,7 +87,7 @@ class Variant:
         self._bundle = bundle  # the digest of the one that its kernels come from
         self._program = read(origin, self._fixed)
         self._typed: dict[Any, Typed] = {}
-        self._warm: dict[KindOfCall | None, Warm] = {}
+        self._warm: dict[KindOfCall | None, Warm | autograd.Recorded] = {}
 
     # -- the call
 
@@ -122,14 +122,15 @@ class Variant:
                     "tiles= cannot be given under torch.compile, export or fake tensors",
                     hint="leave it out: the call finds its tiles by itself",
                 )
-            how = f"{backend or 'auto'} {precision}"
+            how = f"{backend or 'auto'} {precision} {deterministic}"
             out, lse = self._operator(how, (q, k, v), (scale, q_offset, kv_lens), captures)
             return (out, lse) if return_lse else out
         kind = values = None
-        if backend is None and isinstance(q, torch.Tensor) and q.is_cuda:
+        if deterministic is None and isinstance(q, torch.Tensor) and q.is_cuda:
             values = self._values(captures)
             if values is not None:
-                kind = kind_of(q, k, v, scale, q_offset, kv_lens, precision, tiles, values)
+                options = (scale, q_offset, kv_lens, precision, backend)
+                kind = kind_of(q, k, v, *options, tiles, values)
                 warmed = self._warm.get(kind)
                 if warmed is not None:
                     assert isinstance(q_offset, int)
@@ -142,12 +143,16 @@ class Variant:
         program, bound = self._bind(captures, inputs.sizes, inputs.q.device)
         known = self._type(program, bound)
         name, _ = attention.choose_backend(known, inputs, bound, backend)
+        records = needs_grad(inputs, bound)
         if name in WARM and kind is not None:
-            self._remember(kind, WARM[name](known, inputs, bound))
+            warmed = WARM[name](known, inputs, bound)
+            if warmed is not None and records:
+                warmed = autograd.Recorded.of(known, inputs, bound, name, warmed)
+            self._remember(kind, warmed)
         if name == "eager":
             out, lse = self._oracle(inputs, captures)
         else:
-            attend = autograd.attend if needs_grad(inputs, bound) else attention.attend
+            attend = autograd.attend if records else attention.attend
             out, lse = attend(known, inputs, bound, name)
         return (out, lse) if return_lse else out
 
@@ -196,7 +201,7 @@ class Variant:
                 return None
         return values if given == len(captures) else None
 
-    def _remember(self, kind: KindOfCall, found: Warm | None) -> None:
+    def _remember(self, kind: KindOfCall, found: Warm | autograd.Recorded | None) -> None:
         """Keep what later calls of this kind need; a sweep of shapes does not pile up."""
         if found is not None:
             if len(self._warm) >= MAX_WARM:
@@ -228,6 +233,7 @@ class Variant:
         return (out, lse) if return_lse else out
 
     def _oracle(self, inputs: Inputs, captures: Mapping[str, Any]) -> tuple[Any, Any]:
+        user, lengths = inputs.tiles, (inputs.q.shape[2], inputs.k.shape[2])
         return reference.attend(
             self._origin,
             inputs.q,
@@ -237,6 +243,7 @@ class Variant:
             scale=inputs.scale,
             q_offset=inputs.q_offset,
             kv_lens=inputs.kv_lens,
+            listed=user.dense(*lengths) if isinstance(user, Blocks) else None,
         )
 
     def _bind(

@@ -7,18 +7,21 @@ torch watches over them, and eager calls and the registered operator run the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from . import attention
 from .binding import Bound, Value
+from .blocks import Blocks
 from .errors import BackendUnavailable, CaptureMismatch
 from .gradients import Result, Wanted
 from .inputs import Inputs
 from .ir.capture import Capture
 from .plan import Param, Typed
+from .tiles import Tiles
+from .warm import Warm
 
 # Before the captures: q, k, v, scale, q_offset, kv_lens.
 FIXED = 6
@@ -58,12 +61,16 @@ class Call:
     program: Typed
     backend: str
     precision: str
+    deterministic: bool | None
+    tiles: Tiles | Blocks | None
     slots: tuple[Slot, ...]
+    warm: Warm | None = None  # runs the forward of calls like one before
 
     def inputs(self, values: Values) -> Inputs:
         """The call's own tensors and options."""
         q, k, v, scale, q_offset, kv_lens = values[:FIXED]
-        return Inputs(q, k, v, scale, q_offset, kv_lens, self.precision)
+        options = (self.precision, self.tiles, self.deterministic)
+        return Inputs(q, k, v, scale, q_offset, kv_lens, *options)
 
     def bound(self, values: Values) -> tuple[Bound, ...]:
         """The call's captures."""
@@ -75,7 +82,8 @@ def take_apart(
     program: Typed, inputs: Inputs, bound: tuple[Bound, ...], backend: str
 ) -> tuple[Call, list[Any]]:
     """A bound call as what never is a tensor, and values."""
-    call = Call(program, backend, inputs.precision, tuple(Slot.of(item) for item in bound))
+    options = (inputs.precision, inputs.deterministic, inputs.tiles)
+    call = Call(program, backend, *options, tuple(Slot.of(item) for item in bound))
     values = [inputs.q, inputs.k, inputs.v, inputs.scale, inputs.q_offset, inputs.kv_lens]
     return call, [*values, *(item.given for item in bound)]
 
@@ -85,6 +93,11 @@ def take_apart(
 
 def forward(call: Call, values: Values) -> Pair:
     """(out, lse) of a call."""
+    if call.warm is not None:
+        assert not isinstance(call.tiles, Blocks), "calls with lists of blocks have no kind"
+        q, k, v, _, q_offset, kv_lens, *captures = values
+        pair: Pair = call.warm(q, k, v, q_offset, kv_lens, captures, call.tiles, return_lse=True)
+        return pair
     return attention.attend(call.program, call.inputs(values), call.bound(values), call.backend)
 
 
@@ -138,6 +151,39 @@ def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...], backend: st
             require_score(item, program)
     call, values = take_apart(program, inputs, bound, backend)
     return _Attention.apply(call, *values)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a call like one before still has to do where its gradients are wanted."""
+
+    call: Call
+    scale: Any
+
+    @classmethod
+    def of(
+        cls, program: Typed, inputs: Inputs, bound: tuple[Bound, ...], backend: str, warm: Warm
+    ) -> Recorded:
+        """For calls of this one's kind."""
+        call, _ = take_apart(program, replace(inputs, tiles=None), bound, backend)
+        return cls(replace(call, warm=warm), inputs.scale)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_offset: int,
+        kv_lens: torch.Tensor | None,
+        captures: Sequence[Value],
+        tiles: Tiles | None,
+        *,
+        return_lse: bool,
+    ) -> Any:
+        """out, or (out, lse)."""
+        call = self.call if tiles is None else replace(self.call, tiles=tiles)
+        pair = _Attention.apply(call, q, k, v, self.scale, q_offset, kv_lens, *captures)  # type: ignore[no-untyped-call]
+        return pair if return_lse else pair[0]
 
 
 class _Attention(torch.autograd.Function):

@@ -75,10 +75,12 @@ class Case:
     program: Typed
     bound: tuple[Bound, ...]
     tiles: Tiles | None = None  # prepared, as FlexAttention's block mask is
+    backend: str | None = None  # ours; None: what a call chooses
 
     def ours(self) -> Tensor:
         """The variant's own call."""
-        out: Tensor = self.variant(self.q, self.k, self.v, tiles=self.tiles, **self.captures)
+        how = {"tiles": self.tiles, "backend": self.backend, **self.captures}
+        out: Tensor = self.variant(self.q, self.k, self.v, **how)
         return out
 
 
@@ -92,6 +94,7 @@ def prepare(
     captures: Mapping[str, Any],
     device: str,
     seed: int = 0,
+    backend: str | None = None,
 ) -> Case:
     """Draw q, k, v and missing captures, and bind them."""
     if min(shape) < 1:
@@ -113,7 +116,7 @@ def prepare(
     tiles = None
     if not known.half_lines:
         tiles = variant.prepare(q_len, kv_len, batch=b, q_heads=q_heads, device=q.device, **values)
-    return Case(variant, shape, q, k, v, values, notes, known, bound, tiles)
+    return Case(variant, shape, q, k, v, values, notes, known, bound, tiles, backend)
 
 
 # -- FlexAttention's functions -----------------------------------------------------------------
@@ -276,7 +279,9 @@ def _repeated(
     return repeated
 
 
-def _flex(case: Case, rig: Rig) -> tuple[Callable[[], Tensor], Callable[[], object] | None]:
+def _flex(
+    case: Case, rig: Rig, options: Mapping[str, Any] | None = None
+) -> tuple[Callable[[], Tensor], Callable[[], object] | None]:
     """Compiled FlexAttention, and the making of its block mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -299,9 +304,8 @@ def _flex(case: Case, rig: Rig) -> tuple[Callable[[], Tensor], Callable[[], obje
     gqa = shape.q_heads != shape.kv_heads
 
     def call() -> Tensor:
-        out: Tensor = attend(
-            case.q, case.k, case.v, score_mod=score_mod, block_mask=made, enable_gqa=gqa
-        )
+        how = {"block_mask": made, "enable_gqa": gqa, "kernel_options": options}
+        out: Tensor = attend(case.q, case.k, case.v, score_mod=score_mod, **how)
         return out
 
     return call, None if made is None else block_mask
@@ -355,15 +359,20 @@ class Candidate:
 _SDPA = {CUDNN: "CUDNN_ATTENTION", FLASH: "FLASH_ATTENTION"}
 
 
-def candidate(name: str, case: Case, rig: Rig) -> Candidate:
-    """Build a candidate and call it once; a peer that fails becomes a note."""
+def candidate(
+    name: str, case: Case, rig: Rig, flex_options: Mapping[str, Any] | None = None
+) -> Candidate:
+    """Build a candidate and call it once; a peer that fails becomes a note.
+
+    `flex_options` are FlexAttention's kernel_options, where its own do not run.
+    """
     made = Candidate(name)
 
     def first() -> None:
         if name == OURS:
             made.call = case.ours
         elif name == FLEX:
-            made.call, made.block_mask = _flex(case, rig)
+            made.call, made.block_mask = _flex(case, rig, flex_options)
         else:
             made.call = _sdpa(case, _SDPA[name])
         made.call()
@@ -518,12 +527,14 @@ def bench(
     against: Sequence[str] = ("flex", "sdpa"),
     rounds: int = 5,
     seed: int = 0,
+    backend: str | None = None,
 ) -> BenchResult:
     """Time a variant's forward beside peers on the current GPU.
 
     shape: (batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim). Captures that are not
     given are drawn by declared type, and the result says so. FlexAttention is compiled anew:
-    Dynamo's cache is reset. SDPA takes part where it has the mask: none, or causal.
+    Dynamo's cache is reset. SDPA takes part where it has the mask: none, or causal. `backend` is
+    ours, `"triton"` for the portable kernels; by default what a call chooses.
     """
     names = peers(against)
     if len(shape) != len(Shape._fields):
@@ -532,7 +543,8 @@ def bench(
     if torch_dtype not in TOLERANCE:
         raise InputMismatch(f"bench takes f16, bf16 or f32, not {dtype}")
     rig = gpu_rig()
-    case = prepare(variant, Shape(*shape), torch_dtype, captures or {}, rig.device, seed)
+    values = captures or {}
+    case = prepare(variant, Shape(*shape), torch_dtype, values, rig.device, seed, backend)
     return measure(case, names, rig, rounds, machine())
 
 
@@ -658,6 +670,7 @@ _OPTIONS = (
     click.option("--v-head-dim", type=int, help="As --head-dim if left out."),
     click.option("--dtype", default="bf16", show_default=True, help="f16, bf16 or f32."),
     click.option("--against", multiple=True, default=("flex", "sdpa"), show_default=True),
+    click.option("--backend", help="Ours: triton or hopper; what a call chooses if left out."),
     click.option("--rounds", type=click.IntRange(1), default=5, show_default=True),
     click.option("--plot", type=click.Path(dir_okay=False), help="Draw into a file."),
 )

@@ -52,6 +52,11 @@ class Blocks:
         expanded = self.allowed.expand(batch, kv_heads * group, *blocks)
         return expanded.reshape(batch, kv_heads, group, *blocks)
 
+    def dense(self, q_len: int, kv_len: int) -> torch.Tensor:
+        """The table pair by pair: bool [B or 1, H or 1, q_len, kv_len]."""
+        spread = self.allowed.repeat_interleave(self.block_m, 2)
+        return spread[:, :, :q_len].repeat_interleave(self.block_n, 3)[..., :kv_len]
+
     def over(self, q_len: int, kv_len: int, block_m: int, block_n: int) -> tuple[Array, Array]:
         """Whether some, and whether all, pairs of each tile are let through, for any head."""
         of_heads = self.allowed.flatten(0, 1).cpu().numpy()

@@ -33,7 +33,7 @@ from .plan_triton_backward import Learned, Rows
 from .target import Target
 
 # Of the manifest and of the order of the kernels' arguments: a change of either is a new format.
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".smk"
 MANIFEST = "manifest.json"
 _IMAGE = {"cuda": "cubin", "hip": "hsaco"}
@@ -208,13 +208,13 @@ def _files(item: Item) -> tuple[str, str]:
 
 # -- in words ----------------------------------------------------------------------------------
 
-STRUCTURES = ("classify_tiles", "summarize_columns")  # which may be transposed
+STRUCTURE = "tile_structure"  # which may be transposed
 
 
 def made_for(what: Sequence[object]) -> str:
     """What decides a kernel, as far as no other can stand in for it."""
     words = [word for part in what for word in _words(part)]
-    if what[0] in STRUCTURES and what[-1] is True:
+    if what[0] == STRUCTURE and what[-1] is True:
         words.append("transposed")
     return ", ".join(words) or "every dtype"
 

@@ -155,7 +155,7 @@ def check(
 ) -> Report:
     """Compare every case; raise CheckFailed at the first, smallest one that is off."""
     settings = tuple(dict.fromkeys(_clipped(variant, captures, s) for s in SETTINGS))
-    cases = list(_cases(settings, wish))
+    cases = [Case(s, dtype, backend) for backend, dtype in runs(wish) for s in settings]
     found: list[Found] = []
     drawn: dict[str, str] = {}
     for case in progress(cases):
@@ -190,7 +190,8 @@ def available() -> tuple[str, ...]:
     return ("cpu", "triton") if triton else ("cpu",)
 
 
-def _cases(settings: Sequence[Setting], wish: Wish) -> Iterator[Case]:
+def runs(wish: Wish) -> Iterator[tuple[str, str]]:
+    """The backends and dtypes that are compared."""
     for backend in wish.backends or available():
         if backend not in DTYPES:
             raise InputMismatch(
@@ -198,7 +199,7 @@ def _cases(settings: Sequence[Setting], wish: Wish) -> Iterator[Case]:
             )
         interpreted = backend == "triton" and not torch.cuda.is_available()
         for dtype in wish.dtypes or (INTERPRETED if interpreted else DTYPES[backend]):
-            yield from (Case(setting, dtype, backend) for setting in settings)
+            yield backend, dtype
 
 
 def _clipped(variant: Variant, captures: Mapping[str, Any], setting: Setting) -> Setting:

@@ -2,14 +2,15 @@
 
 Its text argument is the variant in the mini-language, read where the operator runs; so an exported
 program runs in a process that never saw the variant. Numbers travel in lists beside the tensors,
-and `how` says what each value is: `auto exact fintb` is backend, precision, then scale (a float),
-q_offset (an int), kv_lens (none) and two captures, a tensor and a bool.
+and `how` says what each value is: `auto exact None fintb` is backend, precision, `deterministic`,
+then scale (a float), q_offset (an int), kv_lens (none) and two captures, a tensor and a bool.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -58,7 +59,7 @@ def is_watched(q: object) -> bool:
 def attend(text: str, how: str, qkv: Sequence[Tensor], values: Sequence[Any]) -> Pair:
     """(out, lse) through the operator; Dynamo follows this function.
 
-    `values` are scale, q_offset, kv_lens and the captures; `how` is backend and precision.
+    `values` are scale, q_offset, kv_lens and the captures; `how` is the rest of the call.
     """
     tensors: list[Tensor] = []
     ints: list[int] = []
@@ -111,6 +112,9 @@ def _unpacked(
     return [take[kind]() for kind in kinds]
 
 
+_DETERMINISTIC = {str(x): x for x in (None, False, True)}
+
+
 def _call(
     q: Tensor,
     k: Tensor,
@@ -122,12 +126,13 @@ def _call(
     how: str,
 ) -> tuple[Call, list[Any]]:
     """The call that the operator's arguments describe, checked and bound."""
-    backend, precision, kinds = how.split(" ")
+    backend, precision, deterministic, kinds = how.split(" ")
     scale, q_offset, kv_lens, *captured = _unpacked(tensors, ints, floats, kinds)
     with torch.autocast(q.device.type, enabled=False):  # what it asks for is done already
         inputs = check_inputs(
             q, k, v, scale=scale, q_offset=q_offset, kv_lens=kv_lens, precision=precision
         )
+    inputs = replace(inputs, deterministic=_DETERMINISTIC[deterministic])
     program = _program(variant)
     given = dict(zip((c.name for c in program.captures), captured, strict=True))
     bound = bind(program.captures, {}, given, {}, inputs.sizes, q.device)

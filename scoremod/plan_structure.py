@@ -1,4 +1,4 @@
-"""The decisions of the kernels that find out which tiles a mask leaves, forward and transposed.
+"""The decisions of the kernel that finds out which tiles a mask leaves, forward and transposed.
 
     doc[b, i] == doc[b, j] and j <= i   ->   per kv tile the least and greatest doc, then per q tile
                                              two runs of partial tiles and one of full tiles
@@ -60,7 +60,7 @@ class PartPlan:
 
 @dataclass(frozen=True)
 class StructurePlan:
-    """The kernels `summarize_columns` and `classify_tiles`."""
+    """The kernel `tile_structure`."""
 
     title: str
     comments: tuple[str, ...]
@@ -98,11 +98,6 @@ class StructurePlan:
     def blocks(self) -> bool:
         """Whether the user gives blocks, too."""
         return self.options.blocks
-
-    @property
-    def entries(self) -> tuple[str, ...]:
-        """The kernels that a launch needs, in order."""
-        return (*(("summarize_columns",) if self.column_parts else ()), "classify_tiles")
 
     @property
     def row_i(self) -> str:
@@ -161,7 +156,7 @@ class StructurePlan:
 
     @property
     def constants(self) -> dict[str, int]:
-        """The compile-time constants of both kernels."""
+        """The compile-time constants."""
         return {
             "ROW_BLOCK": self.row_block,
             "COLUMN_BLOCK": self.column_block,
@@ -179,7 +174,7 @@ def structure_plan(
     *,
     transposed: bool = False,
 ) -> StructurePlan:
-    """Decide the kernels for tiles of BLOCK_M queries and BLOCK_N keys."""
+    """Decide the kernel for tiles of BLOCK_M queries and BLOCK_N keys."""
     program = with_kernel_names(program, "triton")
     mask = program.mask_function or DeviceFunction(
         f"{program.name}_mask", program.params, (program.mask,), "Whether a pair attends."
@@ -257,8 +252,9 @@ def _test_params(parts: tuple[PartPlan, ...]) -> tuple[Param, ...]:
 
 
 def structure_arguments(params: tuple[Param, ...], options: Options) -> tuple[Argument, ...]:
-    """The run-time arguments of both kernels, in order."""
-    found = [Argument(name, "*i32") for name in ("tile_runs", "tile_words")]
+    """The run-time arguments, in order."""
+    found = [Argument("phase", "i32")]
+    found += [Argument(name, "*i32") for name in ("tile_runs", "tile_words")]
     found.append(Argument("summaries", "*i64"))
     found += [Argument(n, "i32") for n in ("q_len", "kv_len", "gqa_group", "structures_h")]
     if options.blocks:

@@ -1,4 +1,4 @@
-"""Tile structure on a device: which kv tiles each q tile visits, made by two small kernels.
+"""Tile structure on a device: which kv tiles each q tile visits, made by one small kernel.
 
 A mask that is not a range of keys is classified once per call, for all heads that share it; with
 `prepare` once for many layers. Transposed, the structure says which q tiles each kv tile visits.
@@ -46,9 +46,8 @@ class Stored:
 class Structure:
     """How to make the structure of calls of one shape."""
 
-    summarize: Ready | None  # None where the test reads nothing of the columns
-    classify: Ready
-    summaries: int  # numbers of a tile of columns
+    kernel: Ready
+    summaries: int  # numbers of a tile of columns; 0 where the test reads nothing of them
     structures: int  # batches and heads whose masks can differ
     row_tiles: int
     column_tiles: int
@@ -72,11 +71,12 @@ class Structure:
         """Classify again, in place: no compilation, no synchronisation."""
         columns = self.structures * self.column_tiles
         summaries = found.runs.new_empty(2 * columns * max(1, self.summaries)).view(torch.int64)
-        values = [found.runs, found.words, summaries, *self.sizes, *blocks, *shared]
-        if self.summarize is not None and columns:
-            self.summarize.run(columns, values)
+        values = [SUMMARIZE, found.runs, found.words, summaries, *self.sizes, *blocks, *shared]
+        if self.summaries and columns:
+            self.kernel.run(columns, values)
         if self.structures * self.row_tiles:
-            self.classify.run(self.structures * self.row_tiles, values)
+            values[0] = CLASSIFY
+            self.kernel.run(self.structures * self.row_tiles, values)
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,10 @@ def structure(
     per_head = bool(names & {"h", "hk"}) or (user is not None and user.heads > 1)
     structures_h = sizes.q_heads if per_head else 1
     q_tiles, kv_tiles = -(-sizes.q_len // blocks[0]), -(-sizes.kv_len // blocks[1])
-    kernels = structure_kernels(program, chosen, blocks, device, transposed=transposed)
+    kernel = structure_kernel(program, chosen, blocks, device, transposed=transposed)
     return Structure(
-        kernels.get("summarize_columns"),
-        kernels["classify_tiles"],
-        kernels["classify_tiles"].constants["SUMMARIES"],
+        kernel,
+        kernel.constants["SUMMARIES"],
         (sizes.batch if per_batch else 1) * structures_h,
         *((kv_tiles, q_tiles) if transposed else (q_tiles, kv_tiles)),
         (sizes.q_len, sizes.kv_len, sizes.gqa_group, structures_h),
@@ -128,65 +127,57 @@ def structure(
     )
 
 
-# -- kernels -----------------------------------------------------------------------------------
+# -- the kernel --------------------------------------------------------------------------------
+
+# What a launch does: `phase` of the kernel.
+SUMMARIZE, CLASSIFY = 0, 1
 
 
-def structure_kernels(
+def structure_kernel(
     program: Typed,
     chosen: Options,
     blocks: tuple[int, int],
     device: torch.device,
     *,
     transposed: bool,
-) -> dict[str, Ready]:
-    """The kernels by their names; the first is there only if the tile test needs it."""
+) -> Ready:
+    """The kernel for a device."""
 
     def plan(target: Target) -> StructurePlan:
         return structure_plan(program, chosen, target, *blocks, transposed=transposed)
 
-    def kernel(entry: str) -> Ready:
-        return ready(
-            structure_key(program, chosen, blocks, entry, transposed=transposed),
-            device,
-            lambda target: compile_structure(plan(target), entry),
-            lambda: Interpreted(
-                structure_source(plan(INTERPRETER)), entry, plan(INTERPRETER).constants
-            ),
-            program.bundle,
-        )
+    def interpret() -> Interpreted:
+        made = plan(INTERPRETER)
+        return Interpreted(structure_source(made), "tile_structure", made.constants)
 
-    found = {"classify_tiles": kernel("classify_tiles")}
-    if found["classify_tiles"].constants["SUMMARIES"]:
-        found["summarize_columns"] = kernel("summarize_columns")
-    return found
+    what = structure_key(program, chosen, blocks, transposed=transposed)
+    return ready(
+        what, device, lambda target: compile_structure(plan(target)), interpret, program.bundle
+    )
 
 
 def structure_key(
-    program: Typed,
-    chosen: Options,
-    blocks: tuple[int, int],
-    entry: str = "classify_tiles",
-    *,
-    transposed: bool = False,
+    program: Typed, chosen: Options, blocks: tuple[int, int], *, transposed: bool = False
 ) -> tuple[object, ...]:
     """What decides a kernel: dtypes, head dims and scores share it."""
-    return (entry, program.canonical, Reach.of(chosen), chosen.blocks, blocks, transposed)
+    reach = Reach.of(chosen)
+    return ("tile_structure", program.canonical, reach, chosen.blocks, blocks, transposed)
 
 
 def structure_source(plan: StructurePlan) -> str:
-    """The kernels' text."""
+    """The kernel's text."""
     return render("tile_structure.py", plan, TRITON)
 
 
-def compile_structure(plan: StructurePlan, entry: str) -> Kernel:
-    """Render and compile one of the two kernels."""
+def compile_structure(plan: StructurePlan) -> Kernel:
+    """Render and compile the kernel."""
     return compile_kernel(
         structure_source(plan),
-        entry,
+        "tile_structure",
         plan.arguments,
         plan.constants,
         plan.target,
-        num_warps=4 if entry == "classify_tiles" else 1,
+        num_warps=4,
         num_stages=1,
         aligned=False,
         even=False,
@@ -197,8 +188,9 @@ def compile_structure(plan: StructurePlan, entry: str) -> Kernel:
 def store_structure(
     program: Typed, chosen: Options, target: Target, blocks: tuple[int, int]
 ) -> None:
-    """Put the kernels into the disk cache; needs no GPU."""
-    plan = structure_plan(program, chosen, target, *blocks)
-    for entry in plan.entries:
-        what = structure_key(program, chosen, blocks, entry)
-        stored(what, target, lambda _, entry=entry: compile_structure(plan, entry))  # type: ignore[misc]
+    """Put the kernel into the disk cache; needs no GPU."""
+
+    def build(target: Target) -> Kernel:
+        return compile_structure(structure_plan(program, chosen, target, *blocks))
+
+    stored(structure_key(program, chosen, blocks), target, build)

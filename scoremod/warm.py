@@ -34,16 +34,17 @@ def kind_of(
     q_offset: int | torch.Tensor,
     kv_lens: torch.Tensor | None,
     precision: str,
+    backend: str | None,
     tiles: Any,
     values: Sequence[Value],
 ) -> KindOfCall | None:
     """The kind of a call on a GPU; None where it must be checked each time."""
+    if torch._C._are_functorch_transforms_active():
+        return None
     device = q.get_device()
     if device < 0 or device != torch._C._cuda_getDevice() or torch.is_autocast_enabled("cuda"):
         return None
     grad = torch.is_grad_enabled()
-    if grad and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return None
     if tiles is not None and type(tiles) is not Tiles:
         return None
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
@@ -51,8 +52,10 @@ def kind_of(
     # Device numbers rather than torch.device objects, which are slow to make and to hash.
     found: list[Any] = [
         q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype,
-        device, k.get_device(), v.get_device(), precision, tiles is None,
+        device, k.get_device(), v.get_device(), precision, backend, tiles is None, grad,
     ]  # fmt: skip
+    if grad:
+        found += (q.requires_grad, k.requires_grad, v.requires_grad)
     if type(scale) in (float, int):
         found.append(scale)
     elif scale is not None:
@@ -64,9 +67,9 @@ def kind_of(
     for value in values:
         kind = type(value)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
-            if grad and value.requires_grad:
-                return None
             found += (value.shape, value.stride(), value.dtype, value.get_device())
+            if grad:
+                found.append(value.requires_grad)
         elif kind is int and -SMALL <= value <= SMALL:
             found.append(int)
         elif kind is float or kind is bool:

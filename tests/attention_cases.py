@@ -86,7 +86,9 @@ def tensors(shape: Shape, dtype: torch.dtype = f32, seed: int = 0) -> tuple[Tens
 
 
 def on(backend: str, value: Any) -> Any:
-    """A tensor, or a dictionary of captures, on the device of a backend."""
+    """A tensor, several, or a dictionary of captures, on the device of a backend."""
+    if isinstance(value, tuple):
+        return tuple(on(backend, x) for x in value)
     if isinstance(value, dict):
         return {name: on(backend, x) for name, x in value.items()}
     return value.to(DEVICE[backend]) if isinstance(value, Tensor) else value

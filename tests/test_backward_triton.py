@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from attention_cases import DEVICE, NOOP, Shape, f16, f32, identical, tensors
+from attention_cases import NOOP, Shape, f16, f32, identical, on
+from attention_cases import tensors as tensors_of
+from bundle_process import Watching
 from torch import Tensor
 
 from scoremod import Variant, attend_triton, parse, variants
@@ -23,6 +26,11 @@ from scoremod.plan import Typed
 nan = math.nan
 # Of the largest gradient: float32's rounding over a few hundred terms.
 TOLERANCE = {f32: 1e-5, f16: 4e-3}
+
+
+def tensors(shape: Shape, dtype: torch.dtype = f32) -> tuple[Tensor, ...]:
+    """q, k and v where the kernels run."""
+    return tuple(on("triton", x) for x in tensors_of(shape, dtype))
 
 
 @dataclass(frozen=True)
@@ -92,10 +100,10 @@ def noise(qkv: tuple[Tensor, ...], seed: int = 7) -> tuple[Tensor, Tensor]:
 
 
 def compare(case: Case) -> None:
-    qkv = tuple(x.to(DEVICE["triton"]) for x in tensors(case.shape, case.dtype))
+    qkv = tensors(case.shape, case.dtype)
     do, dlse = noise(qkv)
     call = {**case.captures(case.shape), **case.call}
-    call = {n: x.to(DEVICE["triton"]) if isinstance(x, Tensor) else x for n, x in call.items()}
+    call = on("triton", call)
     _, found = run(case.variant, qkv, do, dlse, case.learned, **call)
     wanted = oracle(case.variant, qkv, do, dlse, case.learned, **call)
     agree(everything(found, case.learned), wanted, TOLERANCE[case.dtype])
@@ -177,7 +185,7 @@ def test_no_queries_or_no_keys(q_len: int, kv_len: int) -> None:
 
 def test_a_batch_of_one_serves_all_sequences() -> None:
     q, k, v = tensors(Shape(3, 2, 1, 20, 30))
-    qkv = tuple(x.to(DEVICE["triton"]) for x in (q, k[:1], v[:1]))
+    qkv = q, k[:1], v[:1]
     do, dlse = noise(qkv)
     _, found = run(variants.causal, qkv, do, dlse)
     agree(everything(found), oracle(variants.causal, qkv, do, dlse), 1e-5)
@@ -190,7 +198,7 @@ def strided(qkv: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
 
 
 def test_strides_do_not_matter() -> None:
-    qkv = tuple(x.to(DEVICE["triton"]) for x in tensors(Shape(2, 2, 1, 9, 36)))
+    qkv = tensors(Shape(2, 2, 1, 9, 36))
     do, _ = noise(qkv)
     _, expected = run(variants.causal, qkv, do)
     for other in strided(qkv):
@@ -199,7 +207,7 @@ def test_strides_do_not_matter() -> None:
 
 
 def test_an_expanded_gradient_arrives() -> None:
-    qkv = tuple(x.to(DEVICE["triton"]) for x in tensors(Shape(1, 1, 1, 9, 20)))
+    qkv = tensors(Shape(1, 1, 1, 9, 20))
     one = torch.ones((), device=qkv[0].device).expand(qkv[0].shape)
     _, found = run(NOOP, qkv, one)
     _, expected = run(NOOP, qkv, one.contiguous())
@@ -215,7 +223,7 @@ def test_what_is_masked_reaches_no_gradient() -> None:
 
 
 def test_rows_without_keys_have_no_gradient() -> None:
-    qkv = tuple(x.to(DEVICE["triton"]) for x in tensors(Shape(1, 1, 1, 40, 30)))
+    qkv = tensors(Shape(1, 1, 1, 40, 30))
     do, dlse = noise(qkv)
     dlse[0, 0, 35] = nan
     _, found = run(parse("variant few() { mask i < 30 and j < 20 }"), qkv, do, dlse)
@@ -226,7 +234,7 @@ def test_rows_without_keys_have_no_gradient() -> None:
 
 def test_an_attended_nan_stays_in_its_row() -> None:
     shifted = parse("variant shifted(t: tensor[Lq]) { score s + t[i]  mask j <= i }")
-    qkv = tuple(x.to(DEVICE["triton"]) for x in tensors(Shape(1, 1, 1, 20, 20)))
+    qkv = tensors(Shape(1, 1, 1, 20, 20))
     do, _ = noise(qkv)
     t = torch.zeros(20, device=do.device)
     t[3] = nan
@@ -336,7 +344,7 @@ def test_the_gradients_of_captures(name: str) -> None:
 def typed_of(case: Case) -> Typed:
     q, k, v = tensors(case.shape, case.dtype)
     inputs = check_inputs(q, k, v, scale=None, q_offset=0, kv_lens=None, precision="auto")
-    call = case.captures(case.shape)
+    call = on("triton", case.captures(case.shape))
     return case.variant._type(*case.variant._bind(call, inputs.sizes, q.device))
 
 
@@ -344,10 +352,10 @@ def test_a_capture_keeps_its_dtype_and_shape() -> None:
     case = captured(variants.alibi, "slopes", lambda s: randn("H")(s).to(f16), Shape(1, 2, 1, 8, 9))
     qkv = tensors(case.shape)
     do, _ = noise(qkv)
-    call = case.captures(case.shape)
+    call = on("triton", case.captures(case.shape))
     _, found = run(case.variant, qkv, do, learned=("slopes",), **call)
     assert found.captures["slopes"].dtype is f16 and found.captures["slopes"].shape == (2,)
-    number = torch.tensor([2.0])
+    number = on("triton", torch.tensor([2.0]))
     _, found = run(variants.softcap, qkv, do, learned=("cap",), cap=number)
     assert found.captures["cap"].shape == (1,) and found.captures["cap"].item() != 0
 
@@ -379,13 +387,25 @@ def test_atomic_additions_are_refused_where_torch_asks_for_determinism() -> None
         compare(case)
 
 
+@pytest.mark.parametrize("watched", [nullcontext, Watching], ids=["eager", "operator"])
+def test_a_call_asks_for_determinism_by_itself(watched: Callable[[], Any]) -> None:
+    _, case = LEARNED["anywhere"]
+    q, k, v = (x.requires_grad_() for x in tensors(Shape(2, 1, 1, 3, 4)))
+    call = on("triton", {**case.captures(case.shape), "backend": "triton"})
+    call["table"].requires_grad_()
+    with watched():
+        case.variant(q, k, v, deterministic=False, **call).sum().backward()
+        out = case.variant(q, k, v, deterministic=True, **call)
+        with pytest.raises(BackendUnavailable, match="capture `table` is summed by atomic add"):
+            out.sum().backward()
+
+
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("name", ["distances, clipped", "rows that share elements"])
 def test_gradients_are_the_same_bits_each_time(name: str) -> None:
     _, case = LEARNED[name]
-    qkv = tuple(x.to(DEVICE["triton"]) for x in tensors(case.shape))
+    qkv = tensors(case.shape)
     do, dlse = noise(qkv)
-    call = {n: x.to(DEVICE["triton"]) if isinstance(x, Tensor) else x
-            for n, x in case.captures(case.shape).items()}  # fmt: skip
+    call = on("triton", case.captures(case.shape))
     twice = [run(case.variant, qkv, do, dlse, case.learned, **call)[1] for _ in range(2)]
     assert identical(*(everything(g, case.learned) for g in twice))

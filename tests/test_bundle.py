@@ -177,7 +177,7 @@ def test_a_process_without_triton_and_compiler_runs_forward_and_backward(documen
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    tiles = ["summarize_columns", "classify_tiles"]
+    tiles = ["tile_structure"] * 2  # its two phases
     forward = [*tiles, "attention_fwd"]
     backward = ["attention_bwd_delta", *tiles, "attention_bwd_dkdv", *tiles, "attention_bwd_dq"]
     assert found["forward"] == forward
@@ -300,7 +300,7 @@ def another_zip() -> bytes:
         (lambda data: data[: len(data) // 2], "is cut short"),
         (lambda data: another_zip(), "is a zip file, but no bundle"),
         (lambda data: data[:99] + b"?" + data[100:], "not as it was written"),
-        (lambda data: with_manifest(data, format=2), "has format 2; this scoremod reads format 1"),
+        (lambda data: with_manifest(data, format=9), "has format 9; this scoremod reads format 2"),
         (lambda data: bundle.pack({"a": b"b"}), "it has no manifest.json"),
     ],
     ids=["empty", "script", "a byte less", "half", "zip", "changed", "format", "no manifest"],

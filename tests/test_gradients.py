@@ -16,8 +16,9 @@ from strategies import SMOOTH, TABLES, TYPES, exprs, sample
 from torch import Tensor
 
 import scoremod
-from scoremod import parse, variants
+from scoremod import autograd, parse, variants
 from scoremod.errors import BackendUnavailable, CaptureMismatch
+from scoremod.inputs import check_inputs
 from scoremod.ir.capture import Capture, Kind
 from scoremod.ir.ops import Op, Type
 from scoremod.variant import Program
@@ -421,3 +422,56 @@ def test_memory_is_that_of_the_tensors() -> None:
     with Sizes():
         out.backward()
     assert q.numel() <= max(sizes) <= 2 * 128 * 256
+
+
+# -- calls like one before ---------------------------------------------------------------------
+
+
+def test_a_call_like_one_before_has_the_same_gradients() -> None:
+    """What is left of its forward runs in place of the whole; its backward is the first one's."""
+    qkv, given = tuple(leaf(x) for x in tensors(SMALL)), learned(SMALL.q_heads)
+    given = {name: leaf(x) for name, x in given.items()}
+    inputs = check_inputs(*qkv, scale=None, q_offset=3, kv_lens=None, precision="auto")
+    program, bound = LEARNED._bind(given, inputs.sizes, inputs.q.device)
+    known = LEARNED._type(program, bound)
+    ran = []
+
+    def warm(q: Any, k: Any, v: Any, q_offset: int, *rest: Any, return_lse: bool) -> Any:
+        ran.append(rest)
+        names = (item.param.name for item in bound)
+        captures = dict(zip(names, rest[1], strict=True))
+        return LEARNED(q, k, v, q_offset=q_offset, return_lse=return_lse, **captures)
+
+    again = autograd.Recorded.of(known, inputs, bound, "cpu", warm)  # type: ignore[arg-type]
+    captures = [item.given for item in bound]
+    leaves = [*qkv, *given.values()]
+    found = again(*qkv, 3, None, captures, None, return_lse=True)
+    wanted = LEARNED(*qkv, q_offset=3, return_lse=True, **given)
+    pairs = [torch.autograd.grad(loss(*x), leaves) for x in (found, wanted)]
+    assert len(ran) == 1 and identical(*pairs)
+    assert again(*qkv, 3, None, captures, None, return_lse=False).requires_grad
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [None, "triton"])
+@pytest.mark.parametrize("tiles", [False, True])
+def test_a_warm_training_call_is_a_call(backend: str | None, tiles: bool) -> None:
+    attn = LEARNED & variants.document
+    shape = Shape(2, 2, 1, 200, 200, 64, 64)
+    doc = torch.arange(200, device="cuda").div(60, rounding_mode="floor").int().expand(2, -1)
+    prepared = variants.causal & variants.document
+    for seed in range(4):
+        qkv = tuple(leaf(x.cuda()) for x in tensors(shape, bf16, seed))
+        given = {n: leaf(x.cuda() * (1 + seed)) for n, x in learned(2).items()}
+        given["doc"] = doc + seed
+        made = prepared.prepare(200, 200, batch=2, doc=given["doc"]) if tiles else None
+        out = attn(*qkv, tiles=made, backend=backend, return_lse=True, **given)
+        exact = attn.eager(*(x.float() for x in qkv), return_lse=True, **given)
+        leaves = [*qkv, given["slope"], given["temperature"]]
+        for mine, true in zip(
+            torch.autograd.grad(loss(*out), leaves),
+            torch.autograd.grad(loss(*exact), leaves),
+            strict=True,
+        ):
+            agree(mine.float(), true.float(), 5e-2 * max(1.0, float(true.abs().max())))
+    assert any(isinstance(x, autograd.Recorded) for x in attn._warm.values())

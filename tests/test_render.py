@@ -197,7 +197,7 @@ def test_rendered_text_reads_well(said: str) -> None:
         assert "what the user wrote" in text
         assert all(line == line.rstrip() for line in text.splitlines())
         functions = [n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
-        assert functions[-1] in ("attention_fwd", "attention_bwd", "classify_tiles")
+        assert functions[-1] in ("attention_fwd", "attention_bwd", "tile_structure")
         assert len(set(functions)) == len(functions)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_bundle import Gpu, uncompiled
 
-from scoremod import Variant, variants
+from scoremod import Variant, cache, compile_count, variants
 from scoremod.attend_triton import options
 from scoremod.inputs import check_inputs
 from scoremod.plan_triton import RECORD, tiles_of
@@ -55,6 +57,24 @@ def test_a_sweep_takes_two_kernels_at_most(
     variant: Variant, capture: str, values: list[Any]
 ) -> None:
     assert len(kernels(variant, sweep(capture, values))) <= 2
+
+
+def test_documents_compile_twice_and_not_for_new_tables(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The attention, and the one kernel that makes the structure it reads."""
+    monkeypatch.setenv("SCOREMOD_CACHE_DIR", str(tmp_path))
+    uncompiled(monkeypatch)
+    gpu, attn = Gpu(monkeypatch, "cuda:90"), variants.document & variants.sliding_window
+    cache.forget()
+    before = compile_count()
+    for n in range(60):
+        q = torch.empty(BATCHES[n % 5], 4, LENGTHS[n % 30], 64, dtype=torch.bfloat16)
+        doc = torch.full((1, 4096), n)
+        attn(q, q[:, :2], q[:, :2], doc=doc, window=n + 1, backend="triton")
+    cache.forget()  # what only stands for kernels
+    assert compile_count() - before == 2
+    assert [k.entry for k in gpu.take()] == 60 * [*2 * ["tile_structure"], "attention_fwd"]
 
 
 def test_names_and_formatting_share_a_kernel() -> None:

@@ -12,12 +12,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 PROGRAM = """
-import pathlib, sys, torch, scoremod
+import importlib.metadata, pathlib, sys, torch, scoremod
 from scoremod.resources import path
 
 home = pathlib.Path(sys.argv[1])
 for file in scoremod.__file__, path("grammar"), path("templates"):
     assert home in pathlib.Path(file).parents, file
+
+(plugin,) = importlib.metadata.entry_points(group="pytest11", name="pytest_scoremod")
+assert home in pathlib.Path(plugin.load().__file__).parents
 
 window = scoremod.parse('''
 variant near(window: int = 3) {
