@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from . import attend_cpu, attend_hopper, attend_triton, backward_cpu, backward_hopper, backward_triton
+from . import (
+    attend_cpu,
+    attend_hopper,
+    attend_triton,
+    backward_cpu,
+    backward_hopper,
+    backward_triton,
+)
 from .binding import Bound
 from .errors import BackendUnavailable
 from .gradients import Gradients, Result, Wanted

@@ -14,7 +14,7 @@ from .ir.expr import ONE, postorder
 from .ir.ops import Op, Type
 from .passes.derivative import d_ds
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
-from .plan_hopper import Segment, TensorMap, padded
+from .plan_hopper import TensorMap, padded
 from .plan_triton import (
     ELEMENT_BYTES,
     POINTER_TYPE,
@@ -29,11 +29,17 @@ from .target import Target
 ROWS, MAIN, FINISH = "attention_bwd_rows", "attention_bwd", "attention_bwd_finish"
 CONSUMERS = 2
 BLOCK_N = 128  # keys of both consumers
-# Queries whose scores are in registers at a time: S, dP and P of more do not fit beside dk and dv.
+# Queries whose scores are in registers at a time: more do not fit beside dk and dv.
 HALF = 64
-# Registers of a thread: of consumers, and of the warps that fetch and add up, each padded to a
-# warpgroup.
+STAGES = 2  # of q and do; 3 were no faster (noop 491 beside 499, causal 471 beside 484)
+# Registers of a thread: of consumers, and of the warps that fetch and that add up, each of which
+# is padded to a warpgroup.
 CONSUMER_REGISTERS, WARP_REGISTERS = 240, 24
+# Heads whose programs take turns: their q, do and sums of dq stay in L2. 2, 4 and 8 were equal.
+HEADS_TOGETHER = 4
+# Accesses to spilled registers in a loop over q tiles that the timed kernels have: partial tiles
+# without a mask 19 (head dim 64), of a soft-cap 14 (head dim 128).
+SPILLS = 20
 
 
 @dataclass(frozen=True)
@@ -41,65 +47,64 @@ class BackwardConfig:
     """How the consumers of the backward overlap what they do."""
 
     block_m: int  # queries of a step: HALF, or two halves in turns
-    stages: int  # of q and do
     early_scores: bool  # the next q k^T runs while dq leaves
-    late_dq: bool = False  # a step's dq is computed in the next step: nobody waits for the other
-    one_loop: bool = False  # an `if` around the mask in place of a loop for partial tiles
-    rotate: bool = True  # programs of a head start at different full tiles
+    # Left operands that stay in registers: shared memory, which products read from, is what limits.
     k_in_registers: bool = False
     v_in_registers: bool = False
-    lean: bool = False
-    named: bool = False
-    heads_together: int = 4  # whose q, do and dq stay in L2
-    spills: int = 24  # accesses to spilled registers a step that were not felt
 
     def __str__(self) -> str:
-        words = [f"{self.block_m} queries by {BLOCK_N} keys", f"{self.stages} stages"]
+        words = [f"{self.block_m} queries by {BLOCK_N} keys"]
         words += ["scores early"] if self.early_scores else []
-        words += ["dq late"] if self.late_dq else []
-        words += ["one loop"] if self.one_loop else []
         words += ["k in registers"] if self.k_in_registers else []
         words += ["v in registers"] if self.v_in_registers else []
-        words += ["lean"] if self.lean else []
-        words += ["named"] if self.named else []
         return ", ".join(words)
 
 
-_SINGLE = BackwardConfig(64, 2, early_scores=True)
-_PAIR = BackwardConfig(128, 2, early_scores=True, lean=True)
-_HELD = replace(_PAIR, k_in_registers=True, v_in_registers=True)
+_SINGLE = BackwardConfig(HALF, early_scores=True)
+_PAIR = BackwardConfig(2 * HALF, early_scores=True)
 
-# By padded head dim (the wider of the two), and whether there is a mask; the best first.
-CONFIGS: dict[tuple[int, bool], tuple[BackwardConfig, ...]] = {
-    (64, False): (_HELD, _PAIR, replace(_PAIR, early_scores=False)),
-    (64, True): (_HELD, _PAIR, replace(_PAIR, early_scores=False)),
-    (128, False): (_SINGLE, replace(_SINGLE, early_scores=False)),
-    (128, True): (_SINGLE, replace(_SINGLE, early_scores=False)),
+# By padded head dim (the wider of the two); the best first. TFLOP/s of the pairs that the mask
+# keeps, on one H200, bf16, 2x16x8192x128 and 1x32x16384x64, pre- and postprocess included.
+CONFIGS: dict[int, tuple[BackwardConfig, ...]] = {
+    # Full 471, causal 465 (cuDNN 387, 358); with v in registers 452, 428; with neither 405, 416.
+    64: (
+        replace(_PAIR, k_in_registers=True, v_in_registers=True),
+        replace(_PAIR, v_in_registers=True),
+        _PAIR,
+    ),
+    # Full 499, causal 484, ALiBi 510, soft-cap 467 (cuDNN 485, 429); without early scores 481, 450,
+    # 444, 430.
+    128: (_SINGLE, replace(_SINGLE, early_scores=False)),
 }
 
-_PARTIAL = Segment(
-    title="partial tiles: masked pair by pair",
-    start="0",
-    end="partial_count",
-    tile="partial_tile(t, first, full_first, full_end)",
-    masked=True,
-    partial="True",
-)
-_FULL = Segment(
-    title="full tiles: every pair attends",
-    start="partial_count",
-    end="count",
-    tile="full_tile(t - partial_count, turn, full_first, full_end)",
-    masked=False,
-    partial="False",
-)
-_BOTH = Segment(
-    title="partial tiles, masked pair by pair, then full ones",
-    start="0",
-    end="count",
-    tile="q_tile(t, turn, first, full_first, full_end, partial_count)",
-    masked=True,
-    partial="t < partial_count",
+
+@dataclass(frozen=True)
+class QSegment:
+    """A loop over q tiles of one kind."""
+
+    title: str
+    # As the kernel says it:
+    start: str
+    end: str
+    tile: str  # the number of the t-th tile
+    masked: bool
+
+
+_SEGMENTS = (
+    QSegment(
+        title="partial tiles: masked pair by pair",
+        start="0",
+        end="partial_count",
+        tile="partial_tile(t, first, full_first, full_end)",
+        masked=True,
+    ),
+    QSegment(
+        title="full tiles: every pair attends",
+        start="partial_count",
+        end="count",
+        tile="full_tile(t - partial_count, turn, full_first, full_end)",
+        masked=False,
+    ),
 )
 
 
@@ -143,6 +148,7 @@ class HopperBackwardPlan:
 
     @property
     def every_query(self) -> bool:
+        """Whether all queries see all keys of the tensor."""
         return self.mask is None
 
     @property
@@ -156,6 +162,10 @@ class HopperBackwardPlan:
     @property
     def half(self) -> int:
         return HALF
+
+    @property
+    def stages(self) -> int:
+        return STAGES
 
     @property
     def single(self) -> bool:
@@ -173,34 +183,24 @@ class HopperBackwardPlan:
 
     @property
     def ds_tiles(self) -> int:
-        """Tiles of ds in shared memory: of each consumer and half, of this step and of those
-        that may still be read."""
-        return CONSUMERS * (self.config.block_m // HALF) * (3 if self.config.late_dq else 2)
+        """Tiles of ds: of each consumer and half, of this step and of the one before."""
+        return 2 * CONSUMERS * (self.config.block_m // HALF)
 
     @property
-    def turn(self) -> str:
-        """How many full tiles a program starts behind the first one."""
-        return "start_n // BLOCK_M % gl.maximum(full_end - full_first, 1)" if self.config.rotate else "0"
-
-    @property
-    def q_segments(self) -> tuple[Segment, ...]:
-        return (_BOTH,) if self.config.one_loop else (_PARTIAL, _FULL)
+    def q_segments(self) -> tuple[QSegment, ...]:
+        return _SEGMENTS
 
     @property
     def heads_together(self) -> int:
-        return self.config.heads_together
+        return HEADS_TOGETHER
 
     @property
     def consumers(self) -> range:
         return range(CONSUMERS)
 
     @property
-    def worker_warps(self) -> list[int]:
-        """Warps of the second consumer, of the one that fetches and of the one that adds up."""
-        return [4, 1, 1]
-
-    @property
     def worker_registers(self) -> list[int]:
+        """Of the second consumer, of the warp that fetches and of the one that adds up."""
         return [CONSUMER_REGISTERS, WARP_REGISTERS, WARP_REGISTERS]
 
     @property
@@ -219,10 +219,9 @@ class HopperBackwardPlan:
     @property
     def shared(self) -> int:
         """Bytes of shared memory that the tiles take."""
-        block_m, widths = self.config.block_m, self.block_d + self.block_dv
-        halves = (BLOCK_N + self.config.stages * block_m) * widths
-        halves += self.ds_tiles * self.rows * HALF
-        floats = CONSUMERS * HALF * self.dq_columns + self.config.stages * 2 * block_m
+        widths, queries = self.block_d + self.block_dv, STAGES * self.config.block_m
+        halves = (BLOCK_N + queries) * widths + self.ds_tiles * self.rows * HALF
+        floats = CONSUMERS * HALF * self.dq_columns + 2 * queries
         return halves * ELEMENT_BYTES[self.options.dtype] + 4 * floats
 
 
@@ -255,14 +254,19 @@ def hopper_backward_plan(
             *shared_arguments(program.params, options),
         ),
         config=config,
-        block_d=padded(options.head_dim),
-        block_dv=padded(options.v_head_dim),
+        block_d=width_of(options),
+        block_dv=width_of(options),
     )
 
 
-def configs_of(options: Options, *, masked: bool) -> tuple[BackwardConfig, ...]:
+def width_of(options: Options) -> int:
+    """The padded head dim of q and k, and of v: the wider of the two serves both."""
+    return max(padded(options.head_dim), padded(options.v_head_dim))
+
+
+def configs_of(options: Options) -> tuple[BackwardConfig, ...]:
     """The configurations for a call, the best first."""
-    return CONFIGS[max(padded(options.head_dim), padded(options.v_head_dim)), masked]
+    return CONFIGS[width_of(options)]
 
 
 # -- the kernels before and after --------------------------------------------------------------
@@ -296,8 +300,8 @@ def rows_plan(options: Options, target: Target, block_m: int, *, has_grad_lse: b
         (*found, Argument("q_len", "i32"), Argument("q_heads", "i32")),
         {
             "V_HEAD_DIM": options.v_head_dim,
-            "BLOCK_D": padded(options.head_dim),
-            "BLOCK_DV": padded(options.v_head_dim),
+            "BLOCK_D": width_of(options),
+            "BLOCK_DV": width_of(options),
             "BLOCK_M": block_m,
         },
         has_grad_lse,
@@ -317,7 +321,7 @@ def finish_plan(options: Options, target: Target, block_m: int, dq_columns: int)
         (*found, Argument("q_len", "i32"), Argument("q_heads", "i32")),
         {
             "HEAD_DIM": options.head_dim,
-            "BLOCK_D": padded(options.head_dim),
+            "BLOCK_D": width_of(options),
             "BLOCK_M": block_m,
             "DQ_COLUMNS": dq_columns,
         },

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import BackendUnavailable
-from ..plan_hopper_backward import MAIN, HopperBackwardPlan
+from ..plan_hopper_backward import MAIN, SPILLS, HopperBackwardPlan
 from ..plan_triton import Argument
 from .compile_hopper import is_serialised, spills_in_loops
 from .compile_triton import Compiled, Kernel, TensorMap, compiled_text, kernel_of
@@ -26,7 +26,9 @@ def compile_plan(plan: HopperBackwardPlan, text: str) -> tuple[Kernel, str]:
         for made, element in zip(compiled.metadata.tensordesc_meta, elements, strict=True)
     )
     constants = {
-        "BLOCK_M": plan.config.block_m, "BLOCK_N": plan.block_n, "DQ_COLUMNS": plan.dq_columns
+        "BLOCK_M": plan.config.block_m,
+        "BLOCK_N": plan.block_n,
+        "DQ_COLUMNS": plan.dq_columns,
     }
     kernel = kernel_of(compiled, text, plan.target, launched(plan), constants, maps)
     return kernel, complaint(compiled, plan)
@@ -39,7 +41,7 @@ def complaint(compiled: Compiled, plan: HopperBackwardPlan) -> str:
     if is_serialised(compiled):
         return "its products would run one after the other"
     spilled = spills_in_loops(compiled.image) if compiled.report.spills else 0
-    if spilled > plan.config.spills:
+    if spilled > SPILLS:
         return f"{spilled} accesses to spilled registers a q tile"
     return ""
 

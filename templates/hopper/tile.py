@@ -7,11 +7,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 # -- shared memory -----------------------------------------------------------------------------
 
@@ -180,57 +176,31 @@ def heads_together(program, tiles, heads, TOGETHER: gl.constexpr):
 
 @gluon.jit
 def full_tile(t, turn, full_first, full_end):
-    """The t-th full tile; programs of one head start `turn` tiles apart, or all would add to one
-    tile of dq at a time."""
-    place = t + turn
-    return full_first + gl.where(place < full_end - full_first, place, place - (full_end - full_first))
+    """The t-th full tile, the first one being `turn` tiles in.
+
+    Programs of one head start apart, or all would add to one tile of dq at a time.
+    """
+    place, count = t + turn, full_end - full_first
+    return full_first + gl.where(place < count, place, place - count)
+
+
+@gluon.jit
+def bring(tensor, place, full, tile):
+    """Start the copy of a tile whose bytes `full` expects already."""
+    tma.async_copy_global_to_shared(tensor, place, full, tile)
+
+
+@gluon.jit
+def wait_until_read(PENDING: gl.constexpr):
+    """Wait until all but the last tiles that are leaving have been read from shared memory."""
+    tma.store_wait(PENDING)
 
 
 @gluon.jit
 def meet():
-    """Wait for the other consumer."""
+    """Wait for the other consumer, at a named barrier that Triton leaves free."""
     gl.inline_asm_elementwise(
-        "bar.sync $1, 256; mov.u32 $0, $1;", "=r,r", [9], gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def arrive_at(barrier, THREADS: gl.constexpr):
-    gl.inline_asm_elementwise(
-        "bar.arrive $1, $2; mov.u32 $0, $1;", "=r,r,r", [barrier, THREADS], gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def sync_at(barrier, THREADS: gl.constexpr):
-    gl.inline_asm_elementwise(
-        "bar.sync $1, $2; mov.u32 $0, $1;", "=r,r,r", [barrier, THREADS], gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def tell(WHO: gl.constexpr, step):
-    """Let the other consumer know that this one's ds of a step is written."""
-    gl.inline_asm_elementwise(
-        "bar.arrive $1, 256; mov.u32 $0, $1;",
-        "=r,r",
-        [5 + 2 * WHO + (step & 1)],
-        gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def hear(WHO: gl.constexpr, step):
-    """Wait until the other consumer's ds of a step is written."""
-    gl.inline_asm_elementwise(
-        "bar.sync $1, 256; mov.u32 $0, $1;",
-        "=r,r",
-        [5 + 2 * (1 - WHO) + (step & 1)],
-        gl.int32,
-        is_pure=False,
-        pack=1,
+        "bar.sync $1, 256; mov.u32 $0, $1;", "=r,r", [8], gl.int32, is_pure=False, pack=1
     )
 
 
