@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import attend_hopper, backward_triton
+from . import backward_triton
 from .attend_hopper import HEAD_DIMS, copyable, described
 from .attend_triton import in_float32, on_device
 from .backends.compile_hopper_backward import compile_plan
@@ -44,6 +44,7 @@ from .plan_hopper_backward import (
     width_of,
 )
 from .plan_triton import Options
+from .plan_triton_backward import learnable, reads_of
 from .ready import Interpreted, Ready, ready
 from .render import render
 from .target import INTERPRETER, Target
@@ -120,6 +121,12 @@ def unlearned(reads: Sequence[Read]) -> str:
 _LINE = {Pattern.ROW: "query", Pattern.COLUMN: "key"}
 
 
+def possible_reads(program: Typed, chosen: Options) -> tuple[Read, ...]:
+    """The reads of all captures that a call may ask gradients of."""
+    learned = learnable(program)
+    return reads_of(program, learned, offset_per_batch=chosen.offset_per_batch) if learned else ()
+
+
 # -- the main kernel ---------------------------------------------------------------------------
 
 # Why there is no kernel, by what decides it and where it would run; "" where there is one.
@@ -140,7 +147,16 @@ def refusal(call: Call) -> str:
 
 def of_options(chosen: Options) -> Options:
     """Options of a portable kernel without what makes no difference here."""
-    return replace(attend_hopper.of_options(chosen), positive_scale=True)
+    return replace(
+        chosen,
+        aligned=True,
+        short=False,
+        positive_scale=True,
+        even=False,
+        stored=False,
+        blocks=False,
+        coarse=False,
+    )
 
 
 def main(call: Call) -> Ready:

@@ -177,6 +177,19 @@ class HopperBackwardPlan:
         return not self.single
 
     @property
+    def scores_in_turn(self) -> bool:
+        """Whether q k^T of a tile is computed in its own step."""
+        return not self.config.early_scores
+
+    @property
+    def k_in_shared(self) -> bool:
+        return not self.config.k_in_registers
+
+    @property
+    def v_in_shared(self) -> bool:
+        return not self.config.v_in_registers
+
+    @property
     def dq_columns(self) -> int:
         """Of 64 queries: consumers share the columns of one half, or take a half each."""
         return self.block_d // CONSUMERS if self.single else self.block_d

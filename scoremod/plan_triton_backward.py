@@ -72,6 +72,14 @@ class Learned:
     repeated: tuple[int, ...] = ()
 
 
+def learnable(program: Typed) -> tuple[Learned, ...]:
+    """The captures that can have a gradient."""
+    read = program.given_score.names
+    return tuple(
+        Learned(k) for k, p in enumerate(program.params) if p.type is Type.FLOAT and p.name in read
+    )
+
+
 def reads_of(
     program: Typed, learned: Sequence[Learned], *, offset_per_batch: bool
 ) -> tuple[Read, ...]:
