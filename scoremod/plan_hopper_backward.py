@@ -32,8 +32,8 @@ BLOCK_N = 128  # keys of both consumers
 # Queries whose scores are in registers at a time: more do not fit beside dk and dv.
 HALF = 64
 STAGES = 2  # of q and do; 3 were no faster (noop 491 beside 499, causal 471 beside 484)
-# Registers of a thread: of consumers, and of the warps that fetch and that add up, each of which
-# is padded to a warpgroup.
+# Registers of a thread: of consumers, and of the warps that fetch and that add up, which are padded
+# to a warpgroup.
 CONSUMER_REGISTERS, WARP_REGISTERS = 240, 24
 # Heads whose programs take turns: their q, do and sums of dq stay in L2. 2, 4 and 8 were equal.
 HEADS_TOGETHER = 4
