@@ -14,7 +14,7 @@ HAS_TORCH := from importlib.metadata import version as v; \
 	import sys; sys.exit(tuple(map(int, v("torch").split(".")[:2])) < (2, 10))
 UNPINNED := grep -vE '^(torch|triton)=='
 
-.PHONY: demo test lint types pytest gpu-test compile-all compile-newest fuzz fuzz-parsers fuzz-tiles \
+.PHONY: demo test lint types pytest gpu-test compile-all compile-newest fuzz fuzz-gpu fuzz-parsers fuzz-tiles \
 	docs clean
 .DELETE_ON_ERROR:
 
@@ -48,6 +48,10 @@ SEED ?= 0
 
 fuzz: $(READY)
 	PYTHONPATH=tests $(BIN)/python tests/fuzz_whole.py --seconds $(SECONDS) --seed $(SEED)
+
+# The same on a GPU: a summary with a command for each failure, in build/fuzz_gpu.json.
+fuzz-gpu: $(READY)
+	PYTHONPATH=tests $(BIN)/python tests/fuzz_gpu.py --seconds $(SECONDS) --seed $(SEED)
 
 fuzz-parsers: $(READY)
 	PYTHONPATH=tests $(BIN)/python tests/fuzz_parsers.py --seconds $(SECONDS) --seed $(SEED)

@@ -1,6 +1,7 @@
 """The Hopper forward beside FlashAttention-4, FlexAttention, cuDNN and the portable kernels.
 
     python benchmarks/hopper.py [--only causal,softcap] [--shapes 2x16x8192x128] [--rounds 5]
+                                [--peers FlashAttention-4,FlexAttention]
 
 Needs an sm_90 GPU, and flash-attn-4 for that peer. All candidates of a row take turns in one
 process, a heater before each. Writes hopper.json and hopper.md to benchmarks/results/, or to $OUT.
@@ -14,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,7 +27,6 @@ from scoremod.bench import CUDNN, FLEX, OURS, Candidate, Case, Rig
 
 SHAPES = ("2x16x8192x128", "1x32x16384x64", "2x8x8192x256")
 PORTABLE, FA4 = "portable", "FlashAttention-4"
-NAMES = tuple(name for name in CASES if not name.startswith("document"))
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,17 @@ class Row:
         return self.tflops[OURS] / self.tflops[peer] if peer in self.tflops else None
 
 
-def built(name: str, case: Case, rig: Rig) -> list[Candidate]:
+def built(name: str, case: Case, rig: Rig, peers: Collection[str]) -> list[Candidate]:
     """Every candidate, called once."""
-    found = [benches.candidate(peer, case, rig) for peer in (OURS, FLEX, CUDNN)]
+    stock = (OURS, *(peer for peer in (FLEX, CUDNN) if peer in peers))
+    found = [benches.candidate(peer, case, rig) for peer in stock]
     calls: dict[str, Callable[[], Callable[[], torch.Tensor]]] = {
-        PORTABLE: lambda: (
-            lambda: case.variant(case.q, case.k, case.v, backend="triton", **case.captures)
-        ),
+        PORTABLE: lambda: lambda: _portable(case),
         FA4: lambda: _fa4(name, case),
     }
     for peer, make in calls.items():
+        if peer not in peers:
+            continue
         made = Candidate(peer)
         try:
             made.call = make()
@@ -65,6 +66,12 @@ def built(name: str, case: Case, rig: Rig) -> list[Candidate]:
     return found
 
 
+def _portable(case: Case) -> torch.Tensor:
+    given = {"tiles": case.tiles, **case.captures}
+    out: torch.Tensor = case.variant(case.q, case.k, case.v, backend="triton", **given)
+    return out
+
+
 def _fa4(name: str, case: Case) -> Callable[[], torch.Tensor]:
     from peer_fa4 import fa4
 
@@ -72,10 +79,10 @@ def _fa4(name: str, case: Case) -> Callable[[], torch.Tensor]:
 
 
 @torch.no_grad()
-def measure(name: str, shape: benches.Shape, rig: Rig, rounds: int) -> Row:
+def measure(name: str, shape: benches.Shape, rig: Rig, rounds: int, peers: Collection[str]) -> Row:
     variant, captures = CASES[name]
     case = benches.prepare(variant, shape, torch.bfloat16, captures(shape), "cuda")
-    candidates = built(name, case, rig)
+    candidates = built(name, case, rig, peers)
     benches.compare(candidates, case.q.dtype)
     benches.race(candidates, rig, rounds)
     flop = 2 * benches.kept_pairs(case) * (shape.head_dim + shape.v_head_dim)
@@ -89,7 +96,8 @@ def measure(name: str, shape: benches.Shape, rig: Rig, rounds: int) -> Row:
     )
 
 
-COLUMNS = (OURS, FA4, CUDNN, FLEX, PORTABLE)
+PEERS = (FA4, CUDNN, FLEX, PORTABLE)
+COLUMNS = (OURS, *PEERS)
 
 
 def line(row: Row) -> str:
@@ -109,6 +117,7 @@ def markdown(rows: list[Row], machine: dict[str, object]) -> str:
             f"{machine['gpu']}; {words}; commit {machine['commit']}; {machine['date']}.",
             f"Command: `{machine['command']}`. bf16, TFLOP/s of the pairs that the mask keeps, the",
             "median of the rounds; candidates of a row interleaved in one process with a heater.",
+            "What says which tiles documents leave was made before, for all candidates.",
             "",
             f"| shape | variant | {' | '.join(COLUMNS)} | ours / {FA4} | ours / {FLEX} |",
             f"|---|---|{'---|' * (len(COLUMNS) + 2)}",
@@ -121,7 +130,8 @@ def markdown(rows: list[Row], machine: dict[str, object]) -> str:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--only", default=",".join(NAMES), help="names with commas between")
+    options.add_argument("--only", default=",".join(CASES), help="names with commas between")
+    options.add_argument("--peers", default=",".join(PEERS), help="names with commas between")
     options.add_argument("--shapes", default=",".join(SHAPES), help="BxHxNxD with commas between")
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--commit", help="where git cannot tell it")
@@ -133,8 +143,8 @@ def main() -> None:
     folder = Path(os.environ.get("OUT") or RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
     for shape in map(parse_shape, given.shapes.split(",")):
-        for name in (n for n in NAMES if any(n.startswith(x) for x in given.only.split(","))):
-            rows.append(measure(name, shape, rig, given.rounds))
+        for name in (n for n in CASES if any(n.startswith(x) for x in given.only.split(","))):
+            rows.append(measure(name, shape, rig, given.rounds, given.peers.split(",")))
             print(line(rows[-1]), f"[{time.perf_counter() - start:.0f} s]", flush=True)
             record = {"machine": machine, "rows": [asdict(r) for r in rows]}
             (folder / "hopper.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -4,11 +4,13 @@ A call is served by the kernel that was specialised for it, or by one that promi
 each way in which arguments are passed there is one kernel for any call, and for the usual calls
 one of their own:
 
-                          no kv_lens      kv_lens      kv_lens and q_offset as a tensor
+                          no kv_lens      kv_lens      q_offset as a tensor, with kv_lens or without
     usual                 fwd bwd         fwd bwd      fwd
     multiples of 16       fwd bwd
     few queries           fwd             fwd          fwd
     any                   fwd bwd         fwd bwd      fwd
+
+`also` adds ways of passing arguments that few calls use.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from .backends.compile_triton import Kernel
 from .bundle import Item, Kind
 from .errors import BackendUnavailable, InputMismatch
 from .ir.capture import Kind as KindOfCapture
-from .ir.ops import Type
+from .ir.ops import Op, Type
 from .passes.patterns import Read
 from .plan import Param, Typed, assumed_params, typed
 from .plan_structure import structure_plan
@@ -45,6 +47,7 @@ from .target import Target, parse_target
 from .variant import Program
 
 PHASES = ("fwd", "bwd")
+ALSO = ("blocks", "exact", "offsets", "scale")
 
 # -- what is wished for ------------------------------------------------------------------------
 
@@ -59,6 +62,7 @@ class Wish:
     phases: Sequence[str]
     v_head_dims: Sequence[int] | None = None  # one for each head dim, or one for all
     captures: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    also: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         several = {
@@ -73,6 +77,9 @@ class Wish:
         for phase in self.phases:
             if phase not in PHASES:
                 raise InputMismatch(f"phase must be 'fwd' or 'bwd', not {phase!r}")
+        for word in self.also:
+            if word not in ALSO:
+                raise InputMismatch(f"also takes {', '.join(ALSO)}, not {word!r}")
 
     @property
     def shapes(self) -> list[tuple[str, int, int]]:
@@ -91,7 +98,7 @@ class Wish:
 
 # -- calls -------------------------------------------------------------------------------------
 
-Change = Mapping[str, bool]
+Change = Mapping[str, bool | str]
 
 
 @dataclass(frozen=True)
@@ -103,16 +110,32 @@ class Passed:
     phases: tuple[str, ...] = PHASES
 
 
+# An offset that the host does not know may be large.
+OFFSETS: Change = {"offset_per_batch": True, "small": False}
 PASSED = (
     Passed("", {}),
     Passed("kv_lens", {"has_kv_lens": True}),
-    # An offset that the host does not know may be large.
-    Passed(
-        "kv_lens, q_offset as a tensor",
-        {"has_kv_lens": True, "offset_per_batch": True, "small": False},
-        ("fwd",),
-    ),
+    Passed("q_offset as a tensor", OFFSETS, ("fwd",)),
+    Passed("kv_lens, q_offset as a tensor", {"has_kv_lens": True, **OFFSETS}, ("fwd",)),
 )
+# What `also` asks for, with each of the above.
+ASKED: Mapping[str, Passed] = {
+    "blocks": Passed("a list of blocks", {"blocks": True, "stored": True}),
+    "exact": Passed("precision 'exact'", {"precision": "exact"}),
+    "scale": Passed("scale as a tensor", {"scale_in_memory": True, "positive_scale": False}),
+}
+
+
+def passed(also: Sequence[str]) -> list[Passed]:
+    """The ways of passing arguments that a bundle serves."""
+    found = [replace(p, phases=PHASES) if "offsets" in also else p for p in PASSED]
+    for more in (ASKED[word] for word in sorted({*also} - {"offsets"})):
+        for p in found[: len(PASSED)]:
+            words = ", ".join(x for x in (p.words, more.words) if x)
+            found.append(Passed(words, {**p.change, **more.change}, p.phases))
+    return found
+
+
 USUAL: Change = {"even": False}
 EVEN: Change = {"even": True}
 SHORT: Change = {"even": False, "short": True, "stored": False}
@@ -125,14 +148,16 @@ ANY: Change = {
 }
 
 
-def calls(program: Typed, usual: Options, phase: str) -> list[tuple[str, Options]]:
+def calls(
+    program: Typed, usual: Options, phase: str, also: Sequence[str] = ()
+) -> list[tuple[str, Options]]:
     """The kinds of calls that get a kernel, in words and as options."""
     found = []
-    for passed in PASSED:
-        if phase not in passed.phases:
+    for way in passed(also):
+        if phase not in way.phases:
             continue
         kinds = {"usual": USUAL, "any": ANY}
-        if program.half_lines and not passed.change:
+        if program.half_lines and not way.change:
             kinds["multiples of 16"] = EVEN
         if phase == "fwd":
             kinds["few queries"] = SHORT
@@ -140,8 +165,8 @@ def calls(program: Typed, usual: Options, phase: str) -> list[tuple[str, Options
                 # Where few queries read no tile structure, the kernel for any call does.
                 kinds["any, few queries"] = {**ANY, **SHORT}
         for words, change in kinds.items():
-            named = ", ".join(x for x in (words, passed.words) if x)
-            changes: dict[str, Any] = {**change, **passed.change}
+            named = ", ".join(x for x in (words, way.words) if x)
+            changes: dict[str, Any] = {**change, **way.change}
             found.append((named, replace(usual, **changes)))
     return found
 
@@ -182,7 +207,10 @@ _NUMBER = {Type.BOOL: "bool", Type.INT: "int", Type.FLOAT: "float"}
 
 
 def learning(program: Typed) -> list[tuple[Typed, tuple[Learned, ...]]]:
-    """What is learned: nothing, all float tables, and all floats, numbers being 0-d tensors."""
+    """What is learned: nothing, all float tables, and all floats, numbers being 0-d tensors.
+
+    What is read for each sequence may be one for the batch, too.
+    """
     learned = [
         k
         for k, p in enumerate(program.params)
@@ -191,14 +219,28 @@ def learning(program: Typed) -> list[tuple[Typed, tuple[Learned, ...]]]:
     tables = [k for k in learned if not _is_number(program.params[k])]
     found: list[tuple[Typed, tuple[Learned, ...]]] = [(program, ())]
     if tables:
-        found.append((program, tuple(map(Learned, tables))))
+        found += [(program, several) for several in _shared(program, tables)]
     if tables != learned:
         in_memory = tuple(
             replace(p, element="f32", by_value=False) if k in learned and k not in tables else p
             for k, p in enumerate(program.params)
         )
-        found.append((replace(program, params=in_memory), tuple(map(Learned, learned))))
+        numbers = replace(program, params=in_memory)
+        found += [(numbers, several) for several in _shared(numbers, learned)]
     return found
+
+
+def _shared(program: Typed, positions: Sequence[int]) -> list[tuple[Learned, ...]]:
+    """Learned captures: as many as sequences, and one for all where `b` is an index of them."""
+    each = tuple(map(Learned, positions))
+    reads = reads_of(program, each, offset_per_batch=False)
+    one = []
+    for position in positions:
+        indices = [x.indices for x in reads if x.capture == program.params[position].name]
+        axes = range(program.params[position].rank)
+        batch = (k for k in axes if all((x[k].op, x[k].attr) == (Op.INDEX, "b") for x in indices))
+        one.append(Learned(position, tuple(batch)))
+    return list(dict.fromkeys((each, tuple(one))))
 
 
 def _is_number(p: Param) -> bool:
@@ -233,11 +275,12 @@ def jobs(program: Program, wish: Wish, text: tuple[str, ...]) -> list[Job]:
         if "fwd" in wish.phases:
             for one in dict.fromkeys(one for one, _ in trained):
                 usual = usual_options(one, *shape)
-                found += [Job(one, target, *call) for call in calls(one, usual, "fwd")]
+                found += [Job(one, target, *call) for call in calls(one, usual, "fwd", wish.also)]
         if "bwd" in wish.phases:
             for one, learned in trained:
                 usual = usual_options(one, *shape)
-                found += [Job(one, target, *call, learned) for call in calls(one, usual, "bwd")]
+                kinds = calls(one, usual, "bwd", wish.also)
+                found += [Job(one, target, *kind, learned) for kind in kinds]
     return found
 
 
@@ -278,14 +321,12 @@ def _forward(job: Job, shelf: Shelf) -> Iterator[Item]:
 def _unfit_for_hopper(job: Job) -> bool:
     chosen = job.options
     shape = (chosen.dtype, chosen.head_dim, chosen.v_head_dim)
-    return bool(
-        chosen.short or chosen.has_kv_lens or attend_hopper.unfit_shape(job.program, *shape)
-    )
+    return bool(chosen.short or attend_hopper.unfit_shape(*shape))
 
 
 def _hopper(job: Job, shelf: Shelf) -> Iterator[Item]:
     """Hopper's kernel, or why there is none."""
-    chosen = attend_hopper.of_options(job.options)
+    chosen = attend_hopper.of_options(job.program, job.options)
     what = attend_hopper.forward_key(job.program, chosen)
     if Kind.of(what, job.target) in shelf.items:
         return
@@ -295,6 +336,8 @@ def _hopper(job: Job, shelf: Shelf) -> Iterator[Item]:
     except BackendUnavailable as error:
         result = error.message.partition("\n")[0]
     yield Item(what, job.target, job.call, result)
+    if chosen.stored and isinstance(result, Kernel):
+        yield from _structure(job, shelf, chosen, result, transposed=False)
 
 
 def _structure(

@@ -570,6 +570,7 @@ class Variant:
         v_head_dim: int | Sequence[int] | None = None,
         phase: str | Sequence[str] = ("fwd",),
         captures: Mapping[str, Any] | None = None,
+        also: str | Sequence[str] = (),
     ) -> Path:
         """Write a bundle: the kernels that calls need, for machines that cannot compile.
 
@@ -578,11 +579,15 @@ class Variant:
         decide are assumed, or taken from `captures={"doc": torch.int64}`; for a captured number a
         dtype says that it comes as a 0-d tensor. What is fixed by `.bind` is a default of the
         loaded variant where it is a number of a declared type; calls give everything else.
+
+        `also` names what few calls use: "scale" as a tensor, "blocks" in tiles=, precision="exact",
+        and gradients with "offsets" per sequence.
         """
         wish = ahead.Wish(
             _several(target), _several(dtype), _several(head_dim), _several(phase),
             None if v_head_dim is None else _several(v_head_dim),
             {name: _several(x) for name, x in (captures or {}).items()},
+            _several(also),
         )  # fmt: skip
         return self._build(path, wish)
 

@@ -5,6 +5,7 @@ Everything else is the portable backend's; `unsupported` says why, in words for 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from . import attend_triton
-from .attend_triton import SHORT, in_float32, on_device
+from .attend_triton import SHORT, in_float32, on_device, stored_structure
 from .backends.compile_hopper import compile_plan
 from .backends.compile_triton import Kernel
 from .backends.hopper import HOPPER
@@ -22,11 +23,10 @@ from .blocks import Blocks
 from .cache import CACHE, fingerprint, key
 from .errors import BackendUnavailable
 from .inputs import Inputs, empty_like_q, shared_values
-from .ir.expr import TRUE
 from .launch import Launcher, current_stream
 from .launch import device as gpu
 from .plan import Typed
-from .plan_hopper import HopperPlan, configs_of, hopper_plan
+from .plan_hopper import Config, HopperPlan, config_of, configs_of, hopper_plan
 from .plan_triton import Options
 from .ready import stored
 from .render import render
@@ -34,6 +34,7 @@ from .target import Target
 
 ARCH = "90"
 # Head dims are padded to 64, 128 or 256: below, most of a tile would be padding.
+TILE = 128  # queries and keys of the largest tile that a user's blocks have to hold
 HEAD_DIMS = range(40, 257, 8)  # 8 elements of 16 bits are the 16 bytes that TMA counts in
 
 
@@ -54,31 +55,30 @@ def is_hopper(target: Target) -> bool:
 def unfit(program: Typed, inputs: Inputs) -> str:
     """What about a call does not suit these kernels, on whatever GPU; "" for nothing."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    reason = unfit_shape(program, ELEMENT_OF[q.dtype], q.shape[3], v.shape[3])
+    reason = unfit_shape(ELEMENT_OF[q.dtype], q.shape[3], v.shape[3])
     if reason:
         return reason
     if 0 in (*q.shape, *k.shape):
         return "there is nothing to copy"
     if q.shape[2] <= SHORT:
         return f"{q.shape[2]} queries would leave most of a tile idle"
-    if inputs.kv_lens is not None:
-        return "kv_lens: TMA would copy keys beyond them"
-    if isinstance(inputs.tiles, Blocks):
-        return "tiles= is a list of blocks"
+    user = inputs.tiles
+    if isinstance(user, Blocks) and (user.block_m % TILE or user.block_n % TILE):
+        return (
+            f"blocks of {user.block_m} x {user.block_n} do not hold whole tiles of {TILE} x {TILE}"
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not copyable(x):
             return f"TMA cannot copy {name}: its strides are {x.stride()}"
     return ""
 
 
-def unfit_shape(program: Typed, element: str, head_dim: int, v_head_dim: int) -> str:
+def unfit_shape(element: str, head_dim: int, v_head_dim: int) -> str:
     """The same of what a kernel is made for."""
     if element not in ("f16", "bf16"):
         return f"its products are of 16-bit floats, not of {element}"
     if not {head_dim, v_head_dim} <= set(HEAD_DIMS):
         return f"head dims {head_dim} and {v_head_dim} are not multiples of 8 from 40 to 256"
-    if not program.one_range:
-        return "the mask is not one range of keys"
     return ""
 
 
@@ -90,12 +90,16 @@ def copyable(x: torch.Tensor) -> bool:
 
 def options(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Options:
     """The kernel variant that serves a call: what portable kernels are specialised for, less."""
-    return of_options(attend_triton.options(program, inputs, bound))
+    return of_options(program, attend_triton.options(program, inputs, bound))
 
 
-def of_options(chosen: Options) -> Options:
-    """Options of a portable kernel without what makes no difference here."""
-    return replace(chosen, aligned=True, even=False)
+def of_options(program: Typed, chosen: Options) -> Options:
+    """Options of a portable kernel without what makes no difference here.
+
+    Several ranges of keys are not solved in the kernel, but read as any other structure.
+    """
+    stored = chosen.blocks or not program.one_range
+    return replace(chosen, aligned=True, even=False, stored=stored, coarse=False)
 
 
 # -- kernels -----------------------------------------------------------------------------------
@@ -107,6 +111,7 @@ class Ready:
 
     launcher: Launcher
     block_m: int
+    block_n: int
 
 
 # Kernels found so far, by what decides them and where they run, and why there is none.
@@ -131,34 +136,45 @@ def forward(program: Typed, chosen: Options, device: torch.device) -> Ready:
     what = (program.bundle, program.canonical, chosen, device)
     ready = _READY.get(what)
     if ready is None:
-        kernel = store(program, chosen, gpu(device.index))
-        ready = _READY[what] = Ready(Launcher(kernel), dict(kernel.constants)["BLOCK_M"])
+        ready = _READY[what] = ready_of(store(program, chosen, gpu(device.index)))
     return ready
+
+
+def ready_of(kernel: Kernel) -> Ready:
+    """A kernel with its launcher and its tile."""
+    tile = dict(kernel.constants)
+    return Ready(Launcher(kernel), tile["BLOCK_M"], tile["BLOCK_N"])
 
 
 def store(program: Typed, chosen: Options, target: Target) -> Kernel:
     """The kernel of a call, from its bundle, the cache or compiled into it; needs no GPU."""
 
-    def build(target: Target) -> Kernel:
-        return compile_forward(program, chosen, target)
+    best = tuned(program, chosen, target)
 
-    return stored(forward_key(program, chosen), target, build, program.bundle)
+    def build(target: Target) -> Kernel:
+        return compile_forward(program, chosen, target, best)
+
+    return stored(forward_key(program, chosen, best), target, build, program.bundle)
 
 
 def found(program: Typed, chosen: Options, target: Target) -> Kernel | None:
     """The kernel of a call, if it was compiled before."""
-    return CACHE.find(key(fingerprint(), forward_key(program, chosen), target))
+    what = forward_key(program, chosen, tuned(program, chosen, target))
+    return CACHE.find(key(fingerprint(), what, target))
 
 
-def forward_key(program: Typed, chosen: Options) -> tuple[object, ...]:
-    """What decides an attention kernel."""
-    return ("hopper", program.canonical, chosen)
+def forward_key(program: Typed, chosen: Options, best: Config | None = None) -> tuple[object, ...]:
+    """What decides an attention kernel; `best` is the configuration that was measured to be."""
+    what = ("hopper", program.canonical, chosen)
+    return what if best is None else (*what, best)
 
 
-def compile_forward(program: Typed, chosen: Options, target: Target) -> Kernel:
+def compile_forward(
+    program: Typed, chosen: Options, target: Target, best: Config | None = None
+) -> Kernel:
     """Compile the first configuration that the assembler takes as it was meant."""
     notes: list[str] = []
-    for plan in plans(program, chosen, target):
+    for plan in plans(program, chosen, target, best):
         kernel, complaint = compile_plan(plan, source(plan))
         notes.append(f"{plan.config}: {complaint or 'taken'}")
         if not complaint:
@@ -169,15 +185,46 @@ def compile_forward(program: Typed, chosen: Options, target: Target) -> Kernel:
     )
 
 
-def plans(program: Typed, chosen: Options, target: Target) -> list[HopperPlan]:
+def plans(
+    program: Typed, chosen: Options, target: Target, best: Config | None = None
+) -> list[HopperPlan]:
     """The plans to try, the best first."""
-    configs = configs_of(chosen, masked=program.mask != TRUE)
+    known = configs_of(program, chosen)
+    configs = known if best is None else tuple(dict.fromkeys((best, *known)))
     return [hopper_plan(program, chosen, target, config) for config in configs]
 
 
 def source(plan: HopperPlan) -> str:
     """The kernel's text."""
     return render("attention_fwd.py", plan, HOPPER)
+
+
+# -- configurations that were measured ---------------------------------------------------------
+
+
+def tuned(program: Typed, chosen: Options, target: Target) -> Config | None:
+    """The configuration that `bench --tune` noted for a kernel, if it did."""
+    note = tuning(program, chosen, target)
+    return None if note is None else config_of(note.get("config"))
+
+
+def tuning(program: Typed, chosen: Options, target: Target) -> dict[str, Any] | None:
+    """What `bench --tune` noted. A bundle brings the kernels it was built with."""
+    return None if program.bundle else CACHE.note(_tuning_key(program, chosen, target))
+
+
+def keep_tuned(
+    program: Typed, chosen: Options, target: Target, config: Config, measured: dict[str, Any]
+) -> None:
+    """Note the best configuration for calls from now on, in other processes too."""
+    fields = {"config": dataclasses.asdict(config), **measured}
+    CACHE.put_note(_tuning_key(program, chosen, target), fields)
+    _READY.clear()
+    _REFUSED.clear()
+
+
+def _tuning_key(program: Typed, chosen: Options, target: Target) -> str:
+    return key("tuned", fingerprint(), forward_key(program, chosen), target)
 
 
 # -- the call ----------------------------------------------------------------------------------
@@ -190,16 +237,28 @@ def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[An
         raise BackendUnavailable(f"backend='hopper' cannot run this call: {reason}")
     with on_device(inputs.q):
         device = inputs.q.device
-        ready = forward(program, options(program, inputs, bound), device)
-        out = empty_like_q(inputs.q, inputs.v.shape[3])
-        lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device=device)
-        turns = turns_of(ready.block_m, inputs)
-        grid = programs(turns, device.index)
-        drawn, stream = counter(device), current_stream(device.index)
-        launch = ready.launcher.prepare(arguments(inputs, bound, out, lse, drawn))
-        if turns > grid:
-            ready.launcher.clear(drawn, stream)
-        launch.launch((grid, 1, 1), stream)
+        chosen = options(program, inputs, bound)
+        return run(forward(program, chosen, device), program, chosen, inputs, bound)
+
+
+def run(
+    ready: Ready, program: Typed, chosen: Options, inputs: Inputs, bound: tuple[Bound, ...]
+) -> tuple[Any, Any]:
+    """Launch a kernel on the current GPU: (out, lse)."""
+    device = inputs.q.device
+    out = empty_like_q(inputs.q, inputs.v.shape[3])
+    lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device=device)
+    turns = turns_of(ready.block_m, inputs)
+    grid = programs(turns, device.index)
+    drawn, stream = counter(device), current_stream(device.index)
+    values = arguments(inputs, bound, out, lse, drawn)
+    if chosen.stored:
+        blocks = ready.block_m, ready.block_n
+        values += stored_structure(program, chosen, inputs, bound, blocks).arguments
+    launch = ready.launcher.prepare(values)
+    if turns > grid:
+        ready.launcher.clear(drawn, stream)
+    launch.launch((grid, 1, 1), stream)
     return out, lse
 
 

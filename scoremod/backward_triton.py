@@ -79,7 +79,7 @@ def call_of(
     """A backward that can be computed; raises where it cannot."""
     grad_out = unit_stride(result.grad_out.detach().to(inputs.q.dtype))
     result = replace(result, grad_out=grad_out)
-    learned = learned_of(bound, wanted)
+    learned = learned_of(program, bound, wanted)
     reads = _reads_of(program, learned, isinstance(inputs.q_offset, Tensor))
     chosen = backward_options(program, inputs, bound, result)
     call = Call(program, inputs, bound, chosen, learned, reads, result)
@@ -203,13 +203,19 @@ def _as_given(call: Call, name: str, total: Tensor) -> Tensor:
 # -- what is learned, and how ------------------------------------------------------------------
 
 
-def learned_of(bound: tuple[Bound, ...], wanted: Wanted) -> tuple[Learned, ...]:
-    """The captures whose gradients are wanted, in the program's order."""
-    return tuple(
-        Learned(k, _repeated(item))
-        for k, item in enumerate(bound)
-        if item.param.name in wanted.captures
-    )
+def learned_of(program: Typed, bound: tuple[Bound, ...], wanted: Wanted) -> tuple[Learned, ...]:
+    """The captures whose gradients are computed, in the program's order.
+
+    Those that are wanted; a bundle has kernels for all together only.
+    """
+    names = wanted.captures
+    if program.bundle and names:
+        names = program.given_score.names & {x.param.name for x in bound if _is_float(x.value)}
+    return tuple(Learned(k, _repeated(x)) for k, x in enumerate(bound) if x.param.name in names)
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _repeated(item: Bound) -> tuple[int, ...]:
@@ -261,9 +267,12 @@ def backward_options(
     chosen = options(program, inputs, bound)
     element_bytes = ELEMENT_BYTES[chosen.dtype]
     tensors = (result.grad_out, result.out)
+    # A bundle has no kernels of their own for gradients of few queries.
+    stored = chosen.stored or (bool(program.bundle) and not program.half_lines)
     return replace(
         chosen,
         short=False,
+        stored=stored,
         wide_offsets=chosen.wide_offsets or any(reach(x) > INT32_MAX for x in tensors),
         aligned=chosen.aligned
         and all(is_aligned(x, element_bytes) for x in tensors)
@@ -273,7 +282,7 @@ def backward_options(
 
 def _options_of(call: Call, kernel: str) -> Options:
     """The call's options, with a tile structure where the kernel's own walk needs one."""
-    long = call.inputs.q.shape[2] > SHORT
+    long = call.inputs.q.shape[2] > SHORT or bool(call.program.bundle)
     return options_for(kernel, call.program, call.options, long=long)
 
 

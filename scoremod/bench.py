@@ -114,7 +114,7 @@ def prepare(
     notes = tuple(words for _, words in drawn.values())
     known = variant._type(program, bound)
     tiles = None
-    if not known.half_lines:
+    if not known.one_range:  # the portable kernels need none for several ranges, Hopper's do
         tiles = variant.prepare(q_len, kv_len, batch=b, q_heads=q_heads, device=q.device, **values)
     return Case(variant, shape, q, k, v, values, notes, known, bound, tiles, backend)
 
@@ -684,23 +684,19 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def from_options(
-    variant: Variant,
-    captures: Mapping[str, Any],
-    *,
-    length: int,
-    batch: int,
-    heads: int,
-    head_dim: int,
-    kv_len: int | None = None,
-    kv_heads: int | None = None,
-    v_head_dim: int | None = None,
-    plot: str | None = None,
-    **how: Any,
+    variant: Variant, captures: Mapping[str, Any], how: Mapping[str, Any]
 ) -> BenchResult:
     """`bench` by the words of the command line; draws if asked to."""
-    heads_and_lengths = (heads, kv_heads or heads, length, kv_len or length)
-    shape = Shape(batch, *heads_and_lengths, head_dim, v_head_dim or head_dim)
-    result = bench(variant, shape=shape, captures=captures, **how)
-    if plot is not None:
-        result.plot(plot)
+    words = {name: how[name] for name in ("dtype", "against", "backend", "rounds")}
+    result = bench(variant, shape=shape_of(how), captures=captures, **words)
+    if how["plot"] is not None:
+        result.plot(how["plot"])
     return result
+
+
+def shape_of(how: Mapping[str, Any]) -> Shape:
+    """The shape that options describe."""
+    heads, length, head_dim = how["heads"], how["length"], how["head_dim"]
+    of_heads = (heads, how["kv_heads"] or heads)
+    lengths = (length, how["kv_len"] or length)
+    return Shape(how["batch"], *of_heads, *lengths, head_dim, how["v_head_dim"] or head_dim)

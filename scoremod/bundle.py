@@ -255,6 +255,13 @@ _NEEDS = {
     "scale_in_memory": "scale as a tensor",
     "blocks": "a list of blocks in tiles=",
 }
+# What `also` of `build` adds, by words of `made_for`.
+_ALSO = {
+    "a list of blocks": "blocks",
+    "precision 'exact'": "exact",
+    "q_offset as a tensor": "offsets",
+    "scale as a tensor": "scale",
+}
 
 
 def params_of(what: Sequence[object]) -> tuple[str, ...]:
@@ -346,10 +353,13 @@ class Bundle:
         for r in same:
             calls.setdefault(f"{r['made_for']}{_captures(r['params'])}", []).append(r["call"])
         has = [f"{words} ({', '.join(sorted(found))})" for words, found in sorted(calls.items())]
+        needed = made_for(what)
+        also = [f"also={word!r}" for words, word in _ALSO.items() if words in needed]
+        asked = f"build it with {' and '.join(also)}; " if also else ""
         return KernelMissing(
             f"{self.file} has no kernel `{entry}` for this call on {target}: "
-            f"{made_for(what)}{_captures(params_of(what))}",
-            hint=f"it has it for: {'; '.join(has)}"
+            f"{needed}{_captures(params_of(what))}",
+            hint=f"{asked}it has it for: {'; '.join(has)}"
             if has
             else f"it has {', '.join(sorted({r['kernel'] for r in self.records}))}; "
             "gradients need phase='bwd' when it is built",

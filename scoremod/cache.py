@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,6 +153,7 @@ def _rebuilt_map(element: str, box: list[int], swizzle: int) -> TensorMap:
 # -- the cache ---------------------------------------------------------------------------------
 
 SUFFIX = ".kernel"
+NOTE = ".note.json"
 TEMPORARY = "new-"
 # Seconds. A write takes milliseconds, so an older temporary file belongs to a dead process.
 STALE = 60.0
@@ -276,19 +277,23 @@ class Cache:
 
     def _write(self, name: str, kernel: Kernel) -> None:
         try:
-            self._make_folder()
-            handle, temporary = tempfile.mkstemp(prefix=TEMPORARY, dir=self.folder)
-            try:
-                with open(handle, "wb") as file:
-                    file.write(pack(name, kernel))
-                os.replace(temporary, self.folder / f"{name}{SUFFIX}")
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
+            self._place(f"{name}{SUFFIX}", pack(name, kernel))
             self._tidy(name)
         except OSError as error:
             self._warn(error)
+
+    def _place(self, name: str, content: bytes) -> None:
+        """Write a file beside its place and rename it into it."""
+        self._make_folder()
+        handle, temporary = tempfile.mkstemp(prefix=TEMPORARY, dir=self.folder)
+        try:
+            with open(handle, "wb") as file:
+                file.write(content)
+            os.replace(temporary, self.folder / name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
 
     def _warn(self, error: OSError) -> None:
         with self._guard:
@@ -327,6 +332,21 @@ class Cache:
             with contextlib.suppress(OSError):
                 yield self.folder / name, os.stat(self.folder / name)
 
+    # -- notes ---------------------------------------------------------------------------------
+
+    def note(self, name: str) -> dict[str, Any] | None:
+        """What was noted of a key, such as the configuration that was measured to be best."""
+        try:
+            found = json.loads(own_bytes(self.folder / f"{name}{NOTE}"))
+        except (OSError, ValueError, RecursionError):
+            return None
+        return found if isinstance(found, dict) and found.get("key") == name else None
+
+    def put_note(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Note facts of a key, in place of older ones; OSError where the folder takes no files."""
+        content = json.dumps({"key": name, **fields}, sort_keys=True, indent=1)
+        self._place(f"{name}{NOTE}", content.encode())
+
     # -- for people ----------------------------------------------------------------------------
 
     def entries(self) -> list[Entry]:
@@ -343,9 +363,12 @@ class Cache:
         return sum(entry.size for entry in self.entries())
 
     def clear(self) -> int:
-        """Delete all entries and empty the memory; gives how many entries there were."""
+        """Delete entries and notes, and empty the memory; gives how many entries there were."""
         self.forget()
         self._delete_stale()
+        for file, _ in self._files():
+            if file.name.endswith(NOTE):
+                _delete(file)
         return sum(_delete(self.folder / f"{e.key}{SUFFIX}") for e in self.entries())
 
     def verify(self) -> list[str]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from . import __version__, ahead, bench, bundle, cache, check, variants
+from . import __version__, ahead, bench, bundle, cache, check, tune, variants
 from .analysis.picture import TileMap
 from .api import Variant, parse
 from .api import load as load_bundle
@@ -502,6 +502,13 @@ def _several(*names: str, default: Any, words: str, **how: Any) -> Callable[[Com
     help="Element type of a capture that leaves it open; a number becomes a 0-d tensor.",
 )
 @click.option(
+    "--also",
+    multiple=True,
+    type=click.Choice(ahead.ALSO),
+    help="What few calls use: lists of blocks, exact precision, gradients with offsets per "
+    "sequence, a scale as a tensor.",
+)
+@click.option(
     "-o", "--output", required=True, type=click.Path(dir_okay=False), help="The file to write."
 )
 @_set
@@ -577,13 +584,17 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 @main.command("bench", epilog=example("scoremod bench alibi --len 8192 --json"))
 @_file
 @bench.options
+@click.option("--tune", "tuned", is_flag=True, help="First keep the best Hopper configuration.")
 @_set
 @_json
 def bench_(
-    variant: Variant, settings: tuple[tuple[str, Any], ...], as_json: bool, **how: Any
+    variant: Variant, settings: tuple[tuple[str, Any], ...], as_json: bool, tuned: bool, **how: Any
 ) -> None:
     """Time the variant beside FlexAttention and SDPA on this GPU, interleaved."""
-    result = bench.from_options(variant, dict(settings), **how)
+    if tuned:
+        found = tune.from_options(variant, dict(settings), how)
+        click.echo(str(found), err=as_json)
+    result = bench.from_options(variant, dict(settings), how)
     emit(result.json() if as_json else str(result))
 
 

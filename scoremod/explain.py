@@ -80,11 +80,11 @@ def explain_shape(program: Typed, chosen: Options, target: Target) -> list[str]:
     shape = chosen.dtype, chosen.head_dim, chosen.v_head_dim
     if not attend_hopper.is_hopper(target):
         lines = ["", f"backend triton: for {target}"]
-    elif reason := attend_hopper.unfit_shape(program, *shape):
+    elif reason := attend_hopper.unfit_shape(*shape):
         lines = ["", f"backend triton: for {target}; the hopper backend is not for it: {reason}"]
     else:
         lines = ["", f"backend hopper: for {target}"]
-        lines += _hopper(program, attend_hopper.of_options(chosen), target)
+        lines += _hopper(program, attend_hopper.of_options(program, chosen), target)
         return lines + _hopper_backward(
             program, chosen, target, backward_hopper.unfit_shape(program, *shape)
         )
@@ -94,8 +94,13 @@ def explain_shape(program: Typed, chosen: Options, target: Target) -> list[str]:
 def _hopper(program: Typed, chosen: Options, target: Target) -> list[str]:
     """The decisions of a Hopper kernel, and which configuration the assembler took."""
     kernel = attend_hopper.found(program, chosen, target)
-    plans = attend_hopper.plans(program, chosen, target)
+    note = attend_hopper.tuning(program, chosen, target)
+    plans = attend_hopper.plans(
+        program, chosen, target, attend_hopper.tuned(program, chosen, target)
+    )
     lines = explain_hopper(plans[len(kernel.notes) - 1 if kernel is not None else 0])
+    if note is not None:
+        lines.append(f"  tuned    by `bench --tune` for {note.get('shape')} on {note.get('gpu')}")
     if kernel is None:
         return [*lines, "  tried    nothing so far: it is compiled at the first call"]
     return lines + [f"  tried    {note}" for note in kernel.notes]
@@ -120,7 +125,8 @@ def explain_hopper(plan: HopperPlan) -> list[str]:
     """The decisions of a plan, one line each."""
     lines = [f"  tile     {plan.config}", *_numbers(plan), f"  folded   {_folded(plan)}"]
     lines += [f"  keys     {_keys(*plan.keys.body)}"] if plan.keys is not None else []
-    return lines + [f"  loop     {segment.title}" for segment in plan.kv_segments]
+    lines += [f"  loop     {segment.title}" for segment in plan.kv_segments]
+    return lines + _tiles(plan)
 
 
 def explain_kernel(plan: TritonPlan) -> list[str]:
@@ -134,12 +140,18 @@ def explain_kernel(plan: TritonPlan) -> list[str]:
     ]
     lines += [f"  keys     {_keys(*run.range.body)}" for run in plan.runs]
     lines += [f"  loop     {segment.title}" for segment in plan.kv_segments]
-    if plan.stored:
-        lines.append(
-            "  tiles    found once per call, or by .prepare(): proved from the ends of each tile, "
-            "and looked into where that does not decide"
-        )
-    return lines
+    return lines + _tiles(plan)
+
+
+def _tiles(plan: TritonPlan | HopperPlan) -> list[str]:
+    """Where the tiles to visit come from, unless the kernel finds them."""
+    return _STORED if plan.stored else []
+
+
+_STORED = [
+    "  tiles    found once per call, or by .prepare(): proved from the ends of each tile, "
+    "and looked into where that does not decide"
+]
 
 
 def _numbers(plan: TritonPlan | HopperPlan) -> list[str]:

@@ -147,7 +147,7 @@ def typed(
 _DERIVED = re.compile(
     r".*_(size|stride|keys|queries|place|slope)_\d+|.*_(score|dscore|mask|tile|slope|grad)|t\d+"
     r"|(slope|sum|grad)_\d+|(lo|hi|(full_)?(first|end)|(partial|full)_(shift|count))_\d+"
-    r"|[ij]\d*_(lo|hi)|.*_[ij]\d+"
+    r"|[ij]\d*_(lo|hi)|.*_[ij]\d+|(row|column)_\d+"
 )
 
 

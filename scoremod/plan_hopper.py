@@ -6,21 +6,32 @@ first of a table that the assembler takes without serialising its products or sp
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .analysis.ranges import solve
-from .ir.expr import capture, index, postorder, substitute
+from .ir.capture import Kind
+from .ir.expr import TRUE, capture, index, postorder, substitute
 from .ir.ops import Op, Type
 from .passes.fold import base2
+from .passes.lines import LineRead, line_reads, without_line_reads
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
 from .plan_triton import (
     ELEMENT_BYTES,
+    KIND_PLACE,
     POINTER_TYPE,
+    RECORD,
+    SCATTERED_PLACE,
+    STORED_RUNS,
+    TITLES,
     Argument,
     Options,
     kv_range,
     scalars_in_memory,
     shared_arguments,
+    structure_places,
 )
 from .target import Target
 
@@ -28,6 +39,8 @@ from .target import Target
 # padded to a warpgroup. 64 K registers are all that a multiprocessor has.
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 PRODUCER_WARPS = 1
+QUERIES = 64  # of a consumer
+MOST_STAGES = 16
 # Heads whose q tiles take turns where q tiles differ in length: their k and v stay in L2 together.
 # 8 is best of 2, 8 and 32 (causal, head dim 128, H200: 2 is 7 % slower, 32 is 13 %).
 HEADS_TOGETHER = 8
@@ -44,6 +57,7 @@ class Config:
     one_loop: bool  # an `if` around the mask in place of a loop for partial tiles
     convert_early: bool  # p becomes 16 bit before the loop's edge: fewer registers
     ping_pong: bool  # consumers take turns to issue products
+    o_in_q: bool = False  # o leaves through q's shared memory, if it is as wide
 
     def __str__(self) -> str:
         words = [f"{self.block_m} queries by {self.block_n} keys", f"{self.consumers} consumers"]
@@ -51,6 +65,7 @@ class Config:
         words += ["one loop"] if self.one_loop else []
         words += ["p converted early"] if self.convert_early else []
         words += ["ping-pong"] if self.ping_pong else []
+        words += ["o in q's place"] if self.o_in_q else []
         return ", ".join(words)
 
 
@@ -58,7 +73,7 @@ class Config:
 _WIDE = Config(192, 128, 3, 3, one_loop=True, convert_early=True, ping_pong=True)
 _PAIR = Config(128, 128, 2, 2, one_loop=False, convert_early=False, ping_pong=False)
 _PAIR_IN_TURNS = replace(_PAIR, ping_pong=True)
-_NARROW = replace(_PAIR, block_n=64)
+_NARROW = replace(_PAIR, block_n=64, o_in_q=True)
 _LAST = Config(128, 32, 2, 2, one_loop=False, convert_early=True, ping_pong=False)
 
 
@@ -70,7 +85,7 @@ def _and_lighter(*configs: Config) -> tuple[Config, ...]:
     )
 
 
-# By padded head dim (the wider of the two), and whether there is a mask; the best first.
+# By padded head dim (the wider of the two), and whether tiles may be masked; the best first.
 # TFLOP/s on one H200, bf16, at the sizes of benchmarks/hopper.py, within one table.
 CONFIGS: dict[tuple[int, bool], tuple[Config, ...]] = {
     # Full 451 with 3 consumers, 429 with 2; causal 390 and 413, ALiBi 305 and 311, window 1024
@@ -87,6 +102,33 @@ CONFIGS: dict[tuple[int, bool], tuple[Config, ...]] = {
 }
 
 
+# Single changes of a configuration that `bench --tune` tries.
+CHANGES: tuple[Callable[[Config], Config], ...] = (
+    lambda c: replace(c, ping_pong=not c.ping_pong),
+    lambda c: replace(c, convert_early=not c.convert_early),
+    lambda c: replace(c, stages=c.stages + 1),
+    lambda c: replace(c, stages=c.stages + 1, o_in_q=True),
+    lambda c: replace(c, stages=max(2, c.stages - 1)),
+    lambda c: replace(c, block_n=c.block_n // 2, stages=2 * c.stages),
+)
+
+
+def neighbours(configs: tuple[Config, ...]) -> tuple[Config, ...]:
+    """Configurations, and single changes of the first."""
+    return tuple(dict.fromkeys((*configs, *(change(configs[0]) for change in CHANGES))))
+
+
+def config_of(fields: Any) -> Config | None:
+    """A configuration from plain values, which may be anything; None for what is none."""
+    wanted = {f.name: type(getattr(_PAIR, f.name)) for f in dataclasses.fields(Config)}
+    if not isinstance(fields, dict) or {n: type(x) for n, x in fields.items()} != wanted:
+        return None
+    found = Config(**fields)
+    sizes = found.block_m == QUERIES * found.consumers and found.block_n in (32, 64, 128)
+    sound = found.consumers in REGISTERS and sizes and 2 <= found.stages <= MOST_STAGES
+    return found if sound else None
+
+
 @dataclass(frozen=True)
 class Segment:
     """A loop over kv tiles after the first one."""
@@ -95,24 +137,24 @@ class Segment:
     # As the kernel says it:
     start: str
     end: str
-    tile: str  # the number of the t-th tile
+    start_n: str  # the first key of the t-th tile
     masked: bool
     partial: str  # whether a tile is partial
 
 
 _FULL = Segment(
-    title="full tiles: every pair attends",
+    title=TITLES["full"],
     start="gl.maximum(partial_count, 1)",
     end="count",
-    tile="(full_first + (t - partial_count))",
+    start_n="(full_first + (t - partial_count)) * BLOCK_N",
     masked=False,
     partial="False",
 )
 _PARTIAL = Segment(
-    title="partial tiles: masked pair by pair",
+    title=TITLES["partial"],
     start="1",
     end="partial_count",
-    tile="partial_tile(t, first, full_first, full_end)",
+    start_n="partial_tile(t, first, full_first, full_end) * BLOCK_N",
     masked=True,
     partial="True",
 )
@@ -120,10 +162,25 @@ _BOTH = Segment(
     title="partial tiles, masked pair by pair, then full ones",
     start="1",
     end="count",
-    tile="kv_tile(t, partial_count, first, full_first, full_end)",
+    start_n="kv_tile(t, partial_count, first, full_first, full_end) * BLOCK_N",
     masked=True,
     partial="t < partial_count",
 )
+# Of tiles that a structure names the producer says where they begin.
+_SAID = "read_number(start_smem.index(step % STAGES))"
+
+
+@dataclass(frozen=True)
+class LineTerm:
+    """What a mask reads of a row or of a column of pairs: read ahead, and passed to it."""
+
+    line: str
+    param: Param
+    function: DeviceFunction
+
+    @property
+    def name(self) -> str:
+        return self.param.name
 
 
 @dataclass(frozen=True)
@@ -148,7 +205,9 @@ class HopperPlan:
     functions: tuple[DeviceFunction, ...]
     score: DeviceFunction | None
     mask: DeviceFunction | None
-    keys: DeviceFunction | None  # the first and last key that a row sees, with a mask
+    keys: DeviceFunction | None  # the first and last key that a row sees, where that is the mask
+    masks_by_keys: bool  # pairs are masked by these, and not by the mask itself
+    line_terms: tuple[LineTerm, ...]
     params: tuple[Param, ...]
     arguments: tuple[Argument, ...]  # after q, k, v and o
     scalars_in_memory: tuple[Argument, ...]
@@ -172,7 +231,65 @@ class HopperPlan:
     @property
     def every_key(self) -> bool:
         """Whether all keys of the tensor are visible to all queries."""
-        return self.mask is None
+        return self.mask is None and not self.stored
+
+    @property
+    def stored(self) -> bool:
+        """Whether the tiles to visit are read from memory (`plan_structure.py`)."""
+        return self.options.stored
+
+    @property
+    def ranged(self) -> bool:
+        """Whether they are found from the first and last keys."""
+        return self.keys is not None
+
+    @property
+    def in_one_run(self) -> bool:
+        return not self.stored
+
+    @property
+    def uneven(self) -> bool:
+        """Whether q tiles visit different numbers of kv tiles, causal ones most at the end."""
+        return not self.every_key
+
+    @property
+    def row_terms(self) -> tuple[LineTerm, ...]:
+        return tuple(term for term in self.line_terms if term.line == "row")
+
+    @property
+    def column_terms(self) -> tuple[LineTerm, ...]:
+        return tuple(term for term in self.line_terms if term.line == "column")
+
+    @property
+    def row_params(self) -> tuple[Param, ...]:
+        return tuple(term.param for term in self.row_terms)
+
+    @property
+    def column_params(self) -> tuple[Param, ...]:
+        return tuple(term.param for term in self.column_terms)
+
+    @property
+    def positions(self) -> tuple[Argument, ...]:
+        """The arguments that say where queries begin, where keys end and which tiles there are."""
+        known = {"q_offset", "kv_lens", *(a.name for a in structure_places())}
+        return tuple(a for a in self.arguments if a.name in known)
+
+    @property
+    def record(self) -> int:
+        """Int32 of one row of a stored structure; next, where that has how many tiles of a kind."""
+        return RECORD
+
+    @property
+    def partial_place(self) -> int:
+        return KIND_PLACE["partial"] + 2 * STORED_RUNS - 1
+
+    @property
+    def full_place(self) -> int:
+        return KIND_PLACE["full"] + 2 * STORED_RUNS - 1
+
+    @property
+    def scattered_place(self) -> int:
+        return SCATTERED_PLACE
 
     @property
     def scale_in_softmax(self) -> bool:
@@ -195,9 +312,16 @@ class HopperPlan:
     @property
     def kv_segments(self) -> tuple[Segment, ...]:
         """The loops after the first tile. Without a mask that one is the only partial tile."""
-        if self.mask is None:
+        if self.every_key:
             return (_FULL,)
-        return (_BOTH,) if self.config.one_loop else (_PARTIAL, _FULL)
+        segments = (_BOTH,) if self.config.one_loop else (_PARTIAL, _FULL)
+        return tuple(replace(s, start_n=_SAID) for s in segments) if self.stored else segments
+
+    @property
+    def first_start_n(self) -> str:
+        """The first key of the first tile, as the kernel says it."""
+        first = "kv_tile(0, partial_count, first, full_first, full_end) * BLOCK_N"
+        return _SAID if self.stored else first
 
     @property
     def heads_together(self) -> int:
@@ -217,8 +341,8 @@ class HopperPlan:
 
     @property
     def o_in_q(self) -> bool:
-        """Whether o leaves through q's shared memory, where there is no room for its own."""
-        return self.block_d == self.block_dv > 128
+        """Whether o leaves through q's shared memory."""
+        return self.config.o_in_q and self.block_d == self.block_dv
 
     @property
     def own_o(self) -> bool:
@@ -262,19 +386,28 @@ def hopper_plan(program: Typed, options: Options, target: Target, config: Config
             score.name, score.params, (base2(raw),), "The score of s = q k^T, times log2(e)."
         )
     mask = program.mask_function
-    keys = None
-    if mask is not None:
+    keys, masks_by_keys = None, False
+    if mask is not None and not options.stored:
         (piece,) = solve(program.given_mask, "j")
         keys = kv_range(piece, f"{program.name}_keys_0", program.params)
+        # Two comparisons of a key: window 1161 -> 791 instructions of a partial tile. With one end
+        # alone the mask itself is shorter (causal 772, by keys 862).
+        masks_by_keys = bool(piece.los) and bool(piece.his)
+    terms: tuple[LineTerm, ...] = ()
+    if mask is not None and not masks_by_keys:
+        mask, terms = _read_ahead(program, mask)
+    functions = (score, None if masks_by_keys else mask, *(t.function for t in terms), keys)
     return HopperPlan(
         title=f"Attention forward for `{program.name}`: Gluon, {target}",
         comments=program.text,
         target=target,
         options=options,
-        functions=tuple(f for f in (score, mask, keys) if f is not None),
+        functions=tuple(f for f in functions if f is not None),
         score=score,
         mask=mask,
         keys=keys,
+        masks_by_keys=masks_by_keys,
+        line_terms=terms,
         params=program.params,
         arguments=arguments(program.params, options),
         scalars_in_memory=scalars_in_memory(program.params),
@@ -284,18 +417,45 @@ def hopper_plan(program: Typed, options: Options, target: Target, config: Config
     )
 
 
+def _read_ahead(
+    program: Typed, mask: DeviceFunction
+) -> tuple[DeviceFunction, tuple[LineTerm, ...]]:
+    """The mask without what it reads of rows and columns alone, and these terms.
+
+    In the layout of products, 32 columns a thread, they are read one after the other, for want of
+    registers: 34 loads and 3.7 us a partial tile for documents at head dim 128.
+    """
+    reads = line_reads(program.mask)
+    terms = tuple(_line_term(program, read) for read in reads)
+    # Rows first, as the kernel passes them.
+    params = sorted((t.param for t in terms), key=lambda p: not p.name.startswith("row"))
+    body = without_line_reads(program.mask, reads)
+    return DeviceFunction(mask.name, (*mask.params, *params), (body,), mask.doc), terms
+
+
+def _line_term(program: Typed, found: LineRead) -> LineTerm:
+    doc = f"What a {found.line} of pairs reads."
+    function = DeviceFunction(f"{program.name}_{found.name}", program.params, (found.read,), doc)
+    stored = {p.name: p.element for p in program.params}[found.read.attr]
+    ints = "i64" if stored == "i64" else "i32"
+    element = {Type.BOOL: "bool", Type.INT: ints, Type.FLOAT: "f32"}[found.read.type]
+    return LineTerm(found.line, Param(found.name, Kind.SCALAR, element, by_value=False), function)
+
+
 def padded(head_dim: int) -> int:
     """The tile's width for a head dim; TMA fills what is beyond the tensor with zeros."""
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
-def configs_of(options: Options, *, masked: bool) -> tuple[Config, ...]:
+def configs_of(program: Typed, options: Options) -> tuple[Config, ...]:
     """The configurations for a call, the best first."""
-    return CONFIGS[max(padded(options.head_dim), padded(options.v_head_dim)), masked]
+    uneven = options.stored or program.mask != TRUE
+    return CONFIGS[max(padded(options.head_dim), padded(options.v_head_dim)), uneven]
 
 
 def arguments(params: tuple[Param, ...], options: Options) -> tuple[Argument, ...]:
     """The run-time arguments after q, k, v and o, in order."""
     found = [Argument("lse", "*fp32"), Argument("counter", "*i32")]
     found.append(Argument("sm_scale", "*fp32" if options.scale_in_memory else "fp32"))
-    return (*found, *shared_arguments(params, options))
+    found += shared_arguments(params, options)
+    return (*found, *(structure_places() if options.stored else ()))

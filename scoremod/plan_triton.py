@@ -545,10 +545,13 @@ def arguments(params: tuple[Param, ...], options: Options) -> tuple[Argument, ..
     found += [Argument(name, "i32") for name in ("q_len", "kv_len", "q_heads", "gqa_group")]
     found.append(Argument("sm_scale", "*fp32" if options.scale_in_memory else "fp32"))
     found += shared_arguments(params, options)
-    if options.stored:
-        found += [Argument(name, "*i32") for name in ("tile_runs", "tile_words")]
-        found += [Argument(f"structure_stride_{axis}", "i32") for axis in ("b", "h")]
-    return tuple(found)
+    return (*found, *(structure_places() if options.stored else ()))
+
+
+def structure_places() -> tuple[Argument, ...]:
+    """Where a kernel finds its rows of a stored structure."""
+    found = [Argument(name, "*i32") for name in ("tile_runs", "tile_words")]
+    return (*found, *(Argument(f"structure_stride_{axis}", "i32") for axis in ("b", "h")))
 
 
 def shared_arguments(params: tuple[Param, ...], options: Options) -> list[Argument]:

@@ -61,13 +61,12 @@ def of_call(program: Typed, inputs: Inputs, bound: tuple[Bound, ...], target: st
 
 def _of_hopper(program: Typed, chosen: Options, target: Target) -> str:
     """The configuration that was compiled, else the one that is tried first."""
-    chosen = attend_hopper.of_options(chosen)
+    chosen = attend_hopper.of_options(program, chosen)
     kernel = attend_hopper.found(program, chosen, target)
-    return (
-        kernel.text
-        if kernel is not None
-        else attend_hopper.source(attend_hopper.plans(program, chosen, target)[0])
-    )
+    if kernel is not None:
+        return kernel.text
+    best = attend_hopper.tuned(program, chosen, target)
+    return attend_hopper.source(attend_hopper.plans(program, chosen, target, best)[0])
 
 
 def of_tiles(program: Typed, chosen: Options, target: str) -> str:
@@ -121,7 +120,7 @@ def of_shape(
         program, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, precision=precision
     )
     found = parse_target(target)
-    reason = attend_hopper.unfit_shape(program, dtype, head_dim, v_head_dim)
+    reason = attend_hopper.unfit_shape(dtype, head_dim, v_head_dim)
     if attend_hopper.is_hopper(found) and not reason:
         return _of_hopper(program, chosen, found)
     return attend_triton.source(triton_plan(program, chosen, found))

@@ -200,9 +200,7 @@ def warm_portable(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> W
     tensors = (inputs.q, inputs.k, inputs.v)
     if any(x.stride(3) != 1 for x in tensors) or not isinstance(ready.launcher, Launcher):
         return None
-    if inputs.kv_lens is not None and (
-        inputs.kv_lens.dtype is not torch.int32 or inputs.kv_lens.stride() != (1,)
-    ):
+    if _converts_lens(inputs):
         return None
     if inputs.q.device.index != torch.cuda.current_device():
         return None
@@ -214,14 +212,20 @@ def warm_portable(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> W
         _without_tensors(attend_triton.arguments(inputs, bound, out, lse)),
         _positions(PORTABLE, inputs, bound),
         **_about(inputs, out, lse),
-        tiles=_warm_tiles(program, chosen, inputs, bound, (ready.block_m, ready.block_n)),
+        tiles=_warm_tiles(PORTABLE, program, chosen, inputs, bound, (ready.block_m, ready.block_n)),
     )
+
+
+def _converts_lens(inputs: Inputs) -> bool:
+    """Whether a call has to convert kv_lens each time."""
+    lens = inputs.kv_lens
+    return lens is not None and (lens.dtype is not torch.int32 or lens.stride() != (1,))
 
 
 def warm_hopper(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Warm | None:
     """The same for the Hopper backend."""
     device = inputs.q.device.index
-    if device != torch.cuda.current_device():
+    if device != torch.cuda.current_device() or _converts_lens(inputs):
         return None
     chosen = attend_hopper.options(program, inputs, bound)
     ready = attend_hopper.forward(program, chosen, inputs.q.device)
@@ -238,6 +242,7 @@ def warm_hopper(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> War
         (*values[:COUNTER], counter, *values[COUNTER + 1 :]),
         _positions(HOPPER, inputs, bound),
         **_about(inputs, out, lse),
+        tiles=_warm_tiles(HOPPER, program, chosen, inputs, bound, (ready.block_m, ready.block_n)),
         counter=COUNTER if turns > grid else None,
     )
 
@@ -269,6 +274,7 @@ def _about(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> dict[str, An
 
 
 def _warm_tiles(
+    at: Places,
     program: Typed,
     chosen: Options,
     inputs: Inputs,
@@ -280,9 +286,9 @@ def _warm_tiles(
     mask, sizes = program.only_mask, Sizes.of(inputs)
     captures = bound_of(mask, bound)
     of_call = tuple(k for k, x in enumerate(bound) if x.param in mask.params)
-    places = [PORTABLE.q_offset]
-    places += [PORTABLE.kv_lens] if inputs.kv_lens is not None else []
-    starts = _positions(PORTABLE, inputs, bound)
+    places = [at.q_offset]
+    places += [at.kv_lens] if inputs.kv_lens is not None else []
+    starts = _positions(at, inputs, bound)
     for k in of_call:
         places += range(starts[k], starts[k] + _width(bound[k]))
     how = structure(mask, chosen, sizes, blocks, inputs.q.device)

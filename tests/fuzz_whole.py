@@ -3,7 +3,7 @@
 python tests/fuzz_whole.py --seconds 600 --seed 1
 
 Each round has a seed of its own, so a run can be repeated. A finding is a script that runs by
-itself; findings of one kind (backend, law, error) are written once.
+itself; findings of one kind (backend, law, error) are written once. On a GPU: fuzz_gpu.py.
 """
 
 from __future__ import annotations

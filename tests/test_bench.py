@@ -284,7 +284,7 @@ def test_the_options_of_a_command() -> None:
     @click.command()
     @benches.options
     def command(**options: Any) -> None:
-        click.echo(benches.from_options(variants.causal, {}, **options).json())
+        click.echo(benches.from_options(variants.causal, {}, options).json())
 
     words = "--len 40 --batch 1 --heads 2 --kv-heads 1 --head-dim 8 --dtype f32 --rounds 1"
     ran = CliRunner().invoke(command, [*words.split(), "--against", "flex"])

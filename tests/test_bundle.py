@@ -95,10 +95,12 @@ def apart() -> Iterator[None]:
             yield
 
 
-def only_usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Build the kernels of usual calls alone, which takes seconds."""
+def only_usual(monkeypatch: pytest.MonkeyPatch, words: str = "usual") -> None:
+    """Build the kernels of some calls alone, which takes seconds."""
     found = ahead.calls
-    monkeypatch.setattr(ahead, "calls", lambda *args: [c for c in found(*args) if c[0] == "usual"])
+    monkeypatch.setattr(
+        ahead, "calls", lambda *args: [c for c in found(*args) if re.fullmatch(words, c[0])]
+    )
 
 
 class Driver(FakeDriver):
@@ -397,6 +399,8 @@ CALLS: dict[str, dict[str, Any]] = {
         "kv_lens": torch.tensor([5, 80], dtype=torch.int32),
         "q_offset": torch.tensor([4, 79], dtype=torch.int32),
     },
+    "offsets": {"q_offset": torch.tensor([4, 79], dtype=torch.int32)},
+    "offsets, few queries": {"q_len": 1, "q_offset": torch.tensor([4, 79], dtype=torch.int32)},
     "large, kv_lens": {"q_offset": 2**30, "kv_lens": torch.tensor([5, 80], dtype=torch.int32)},
     "negative scale": {"scale": -1.0},
     "odd rows": {"odd": True},
@@ -437,8 +441,8 @@ def test_ordinary_calls_find_a_kernel(
         captures = {"slopes": torch.zeros(2)}
     attn(q, k, v, backend="triton", **how, **captures)
     assert [x.entry for x in gpu.take()][-1] == "attention_fwd"
-    if call == "decoding" or (name == "structure" and q.shape[2] <= 16):
-        return  # no gradients there
+    if isinstance(how.get("q_offset"), torch.Tensor):
+        return  # gradients there are asked for by `also`
     leaves = [x.requires_grad_() for x in (q.detach(), k, v)]
     learned = {n: x.requires_grad_(x.is_floating_point()) for n, x in captures.items()}
     attn(*leaves, backend="triton", **how, **learned).sum().backward()
@@ -458,6 +462,53 @@ def test_a_learned_number_is_a_tensor(tmp_path: Path, monkeypatch: pytest.Monkey
     attn(q, k, v, cap=cap, backend="triton").sum().backward()
     attn(q, k, v, cap=30.0, backend="triton").sum().backward()
     assert cap.grad is not None
+
+
+BIASED = (
+    "variant v(bias: f32[B, H, Lq, Lk], slopes: f32[H]) { score s + bias[b, h, i, j] * slopes[h] }"
+)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("learned", [("bias", "slopes"), ("bias",), ("slopes",)], ids="_".join)
+def test_some_captures_are_learned_and_batches_share_a_table(
+    sharing: Path, monkeypatch: pytest.MonkeyPatch, batch: int, learned: tuple[str, ...]
+) -> None:
+    gpu, attn = Gpu(monkeypatch, "cuda:80"), scoremod.load(sharing)
+    captures = {"bias": torch.zeros(batch, 2, 80, 80), "slopes": torch.zeros(2)}
+    for name in learned:
+        captures[name].requires_grad_()
+    attn(*tensors(), backend="triton", **captures).sum().backward()
+    assert all((x.grad is not None) == (n in learned) for n, x in captures.items())
+    assert "attention_bwd_pairs" in [x.entry for x in gpu.take()]
+
+
+@pytest.fixture(scope="module")
+def sharing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        uncompiled(patch)
+        only_usual(patch)
+        folder = tmp_path_factory.mktemp("sharing")
+        return built(folder, scoremod.parse(BIASED), phase=("fwd", "bwd"))
+
+
+def test_what_few_calls_use_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uncompiled(monkeypatch)
+    only_usual(monkeypatch, "usual, .*(scale|exact|blocks|offset).*")
+    made = built(tmp_path, variants.causal, phase=("fwd", "bwd"), also=ahead.ALSO)
+    Gpu(monkeypatch, "cuda:80")
+    attn = scoremod.load(made)
+    offsets, lens = torch.tensor([4, 79]), torch.tensor([5, 80])
+    for how in (
+        {"scale": torch.tensor(0.5)},
+        {"scale": torch.tensor(0.5), "kv_lens": lens, "q_offset": offsets},
+        {"precision": "exact", "kv_lens": lens},
+        {"tiles": (torch.ones(1, 1, dtype=torch.bool), 128)},
+        {"q_offset": offsets},
+    ):
+        q, k, v = (x.requires_grad_() for x in tensors())
+        attn(q, k, v, backend="triton", **how).sum().backward()
+        assert q.grad is not None
 
 
 # -- what is missing ---------------------------------------------------------------------------
@@ -482,7 +533,8 @@ def test_a_missing_kernel_is_named_with_what_there_is(
     assert "hint: it has it for: bf16, head dim 64, captures i32[2-d] (any, any, few quer" in of_dim
     assert "f16, head dim 64" in missing(attn, dtype=torch.float16, doc=doc)
     assert "captures i64[2-d]" in missing(attn, doc=doc.long())
-    assert "scale as a tensor" in missing(attn, doc=doc, scale=torch.tensor(0.5))
+    of_scale = missing(attn, doc=doc, scale=torch.tensor(0.5))
+    assert "scale as a tensor" in of_scale and "build it with also='scale'; it has" in of_scale
     assert "precision 'exact'" in missing(attn, doc=doc, precision="exact")
     assert "a list of blocks in tiles=" in missing(
         attn, doc=doc, tiles=(torch.ones(1, 1, dtype=torch.bool), 128)
@@ -539,7 +591,7 @@ def test_hoppers_kernels_and_refusals(tmp_path: Path, monkeypatch: pytest.Monkey
     attn = scoremod.load(path)
     program, bound = attn._bind({}, attn._sizes(80, 80, 0, 0, 0), None)
     known = attn._type(program, bound)
-    chosen = attend_hopper.of_options(Options("bf16", 64, 64))
+    chosen = attend_hopper.of_options(known, Options("bf16", 64, 64))
     with pytest.raises(BackendUnavailable, match=r"^it needs too many registers$"):
         attend_hopper.store(known, chosen, HOPPER)
 
@@ -558,6 +610,7 @@ def test_hoppers_kernels_and_refusals(tmp_path: Path, monkeypatch: pytest.Monkey
         ({"head_dim": 0}, "head_dim must be an int from 1 to 512"),
         ({"head_dim": [64, 128], "v_head_dim": [64, 64, 64]}, "v_head_dim must be one value or 2"),
         ({"phase": "sideways"}, "phase must be 'fwd' or 'bwd'"),
+        ({"also": "everything"}, "also takes blocks, exact, offsets, scale, not 'everything'"),
         ({"captures": {"dok": torch.int64}}, "did you mean doc"),
     ],
 )
@@ -620,15 +673,15 @@ def test_build_and_inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         *("build", "sliding_window", "--target", "cuda:90", "--target", "cuda:80"),
         *("--head-dim", "64", "--set", "window=9", "-o", "made.smk"),
     )
-    assert said.startswith("made.smk: 22 kernels for cuda:80, cuda:90, ")
+    assert said.startswith("made.smk: 34 kernels for cuda:80, cuda:90, ")
     text = command("inspect", "made.smk")
     assert "captures\n  window: int = 9\n" in text
     lines = text.splitlines()
-    assert sum(line.startswith("  cuda:90  hopper ") for line in lines) == 2
+    assert sum(line.startswith("  cuda:90  hopper ") for line in lines) == 8
     assert sum("few queries, kv_lens " in line for line in lines) == 2
     found = json.loads(command("inspect", "made.smk", "--json"))
     assert found["digest"] == bundle.read("made.smk").digest
-    assert len(found["kernels"]) == 22
+    assert len(found["kernels"]) == 34
     assert "window: int = 9" in command("show", "made.smk")
 
 

@@ -86,9 +86,10 @@ def test_six_kernels_compile_for_sm_90_without_spills(
     assert kernel.spills == 0, f"{kernel.spills} bytes, {kernel.registers} registers"
 
 
-# Bytes that the kernel for dk and dv spills: its two accumulators take 128 of 255 registers at head
-# dim 128, and larger tiles were measured to be faster than none (target.py). dq spills nothing.
-SPILLED = {64: 256, 128: 512}
+# Bytes that a kernel may spill, by head dim. The two accumulators of dk and dv take 128 of 255
+# registers at head dim 128, and larger tiles were measured to be faster than none (target.py); dq
+# spills 8 bytes for a stored structure (documents), which its loop over tiles does not touch.
+SPILLED = {DKDV: {64: 256, 128: 512}, DQ: {64: 0, 128: 8}}
 
 
 @pytest.mark.parametrize("name", SIX)
@@ -108,7 +109,7 @@ def test_six_backwards_compile_at_all_head_dims(
 
 def check_backward(kernel: Kernel, name: str, head_dim: int) -> None:
     assert kernel.entry == name and kernel.shared <= parse_target("cuda:90").shared
-    assert kernel.spills <= (SPILLED[head_dim] if name == DKDV else 0)
+    assert kernel.spills <= SPILLED[name][head_dim] if name in SPILLED else kernel.spills == 0
 
 
 @pytest.mark.parametrize(

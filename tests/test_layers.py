@@ -35,7 +35,7 @@ LAYERS = """
     ahead explain check notebook
     api
     variants nn
-    testing bench
+    testing bench tune
     __init__ cli __main__
 """
 RANK = {name: rank for rank, row in enumerate(LAYERS.split("\n")) for name in row.split()}

@@ -143,6 +143,14 @@ def test_directed(text: str, transposed: bool) -> None:
     check(kinds, launch.dense(mask), blocks, transposed=transposed)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_large_tiles_are_looked_into_in_parts(transposed: bool) -> None:
+    mask = parse("(i // 100) % 2 == (j // 70) % 2 and j <= i + 140 or j >= 384")
+    blocks, launch = (128, 128), Launch(300, 500, 128, 128, q_offset=5)
+    kinds = kinds_of(mask, launch, transposed=transposed)
+    check(kinds, launch.dense(mask), blocks, transposed=transposed)
+
+
 # -- batches, heads, prepared structures -------------------------------------------------------
 
 

@@ -25,6 +25,12 @@ def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
+def numbers(NUMBER: gl.constexpr):
+    """Room for numbers that one warp leaves for others."""
+    return gl.allocate_shared_memory(gl.int32, [NUMBER, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
 def fetch(tensor, b, h, row, full, tile):
     """Start the copy of a tile [1, 1, rows, head dim]; rows past the end come as zeros."""
     mbarrier.expect(full, tensor.block_type.nbytes)
@@ -41,6 +47,27 @@ def leave(tensor, b, h, row, tile):
 def wait_until_left():
     """Wait until tiles have left shared memory."""
     tma.store_wait(0)
+
+
+@gluon.jit
+def clear_rows(
+    tiles, slot, first, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr
+):
+    """Put zeros into the rows of a tile from `first` on.
+
+    A swizzled tile is panels of 64 columns, a row of which is 128 bytes in whatever order: 8 rows
+    are looked at together, as 256 numbers.
+    """
+    PANELS: gl.constexpr = WIDTH // 64
+    GROUPS: gl.constexpr = BLOCK_N // 8
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    memory = tiles._reinterpret(gl.int32, [STAGES * PANELS * GROUPS, 256], plain)
+    row_of_group = gl.arange(0, 256, layout=layout) // 32
+    for group in range(first // 8, GROUPS):
+        for panel in gl.static_range(PANELS):
+            rows = memory.index((slot * PANELS + panel) * GROUPS + group)
+            rows.store(gl.where(group * 8 + row_of_group < first, rows.load(layout), 0))
 
 
 # -- turns -------------------------------------------------------------------------------------
@@ -126,14 +153,42 @@ def partial_tile(t, first, full_first, full_end):
 
 
 @gluon.jit
-def counted(first, end, full_first, full_end):
-    """How many tiles are partial, and how many there are: at least one, as loops expect it.
+def stored_tile(t, partial_count, runs):
+    """The same of a row in a stored structure."""
+    partial = run_of(t, runs)
+    return gl.where(t < partial_count, partial, run_of(t - partial_count, runs + 8))
 
-    Where no pair attends, that one is tile `full_end`, all of it masked.
+
+@gluon.jit
+def run_of(t, runs):
+    """The t-th tile of one kind: four shifts, and how many tiles the runs up to each have."""
+    shift = gl.load(runs + 3)
+    for k in gl.static_range(3):
+        shift = gl.where(t < gl.load(runs + 6 - k), gl.load(runs + 2 - k), shift)
+    return t + shift
+
+
+@gluon.jit
+def kept(s, keep):
+    """Scores with -inf where `keep` is False.
+
+    LLVM would make a selection for each of the conditions that `keep` is made of; what assembly
+    looks at is one, and the assembler joins comparisons.
     """
-    partial_count = (full_first - first) + (end - full_end)
-    partial_count = gl.where(first == end, 1, partial_count)
-    return partial_count, partial_count + (full_end - full_first)
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; selp.f32 $0, $1, 0fFF800000, p; }",
+        "=f,f,r",
+        [s, keep.to(gl.int32)],
+        gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def of_rows(key, rows):
+    """The first or last key of each row, also where it is one for all rows."""
+    return gl.zeros_like(rows) + narrow(key)
 
 
 # -- softmax -----------------------------------------------------------------------------------
