@@ -145,6 +145,11 @@ def refusal(call: Call) -> str:
     return _REFUSED[what]
 
 
+def known_refusal(program: Typed, chosen: Options, device: torch.device) -> str:
+    """The same without compiling: "" where nothing was tried so far, too."""
+    return _REFUSED.get((program.canonical, of_options(chosen), device), "")
+
+
 def of_options(chosen: Options) -> Options:
     """Options of a portable kernel without what makes no difference here."""
     return replace(

@@ -57,12 +57,10 @@ def explain_call(
             attend_hopper.options(program, inputs, bound),
             device(inputs.q.device.index),
         )
-        lines += _hopper_backward(
-            program,
-            attend_triton.options(program, inputs, bound),
-            device(inputs.q.device.index),
-            backward_hopper.unfit(program, inputs),
-        )
+        chosen = attend_triton.options(program, inputs, bound)
+        why_not = backward_hopper.unfit(program, inputs)
+        why_not = why_not or backward_hopper.known_refusal(program, chosen, inputs.q.device)
+        lines += _hopper_backward(program, chosen, device(inputs.q.device.index), why_not)
     if backend == "cpu":
         block_m, block_n = attend_cpu.blocks(inputs)
         lines.append(f"  tiles    {block_m} queries by {block_n} keys, of all heads at a time")
@@ -118,7 +116,9 @@ def _hopper_backward(program: Typed, chosen: Options, target: Target, unfit: str
     learned = backward_hopper.unlearned(backward_hopper.possible_reads(program, chosen))
     if learned:
         lines.append(f"  backward portable with learned captures: {learned}")
-    return lines + [f"  tried    {note}" for note in (kernel.notes if kernel is not None else ())]
+    if kernel is None:
+        return [*lines, "  tried    no backward so far: it is compiled when it is first asked for"]
+    return lines + [f"  tried    {note}" for note in kernel.notes]
 
 
 def explain_hopper(plan: HopperPlan) -> list[str]:

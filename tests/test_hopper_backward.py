@@ -211,6 +211,8 @@ def test_what_the_assembler_may_complain_of(monkeypatch: pytest.MonkeyPatch) -> 
     assert said((note,)) == "its products would run one after the other"
     assert said(shared=2**18) == "262144 bytes of shared memory"
     assert said(spilled=SPILLS) == "" and said(spilled=SPILLS + 1).startswith("21 accesses to")
+    with pytest.raises(BackendUnavailable, match=r"needs more registers.*201 accesses"):
+        said(spilled=201)
 
 
 # -- what is rendered --------------------------------------------------------------------------
