@@ -45,7 +45,8 @@ def table(head: str, rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    """A bar ends no cell; in code it does not anyway, and would show its backslash."""
+    return re.sub(r"(`[^`]*`)|\|", lambda found: found[1] or "\\|", text)
 
 
 # -- the language ------------------------------------------------------------------------------
@@ -105,8 +106,13 @@ RULES = {
 
 def functions() -> str:
     """Every function of the language: arguments, type and meaning."""
-    rows = [[f"`{n}`", names._arguments(c), gives(n, c), MEANING[n]] for n, c in _calls()]
-    return table("function | takes | gives | meaning", rows)
+    rows = [[f"`{n}`", _count(c), gives(n, c), MEANING[n]] for n, c in _calls()]
+    return table("function | arguments | gives | meaning", rows)
+
+
+def _count(call: names.Call) -> str:
+    """How many arguments: `2 to 3`."""
+    return names._arguments(call).removesuffix("s").removesuffix(" argument")
 
 
 def _calls() -> Iterator[tuple[str, names.Call]]:

@@ -5,6 +5,7 @@ Everything else is the portable backend's; `unsupported` says why, in words for 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import torch
 
 from . import attend_triton
 from .attend_triton import SHORT, in_float32, on_device, stored_structure
-from .backends.compile_hopper import compile_plan
+from .backends.compile_hopper import Refused, compile_plan
 from .backends.compile_triton import Kernel
 from .backends.hopper import HOPPER
 from .binding import ELEMENT_OF, Bound
@@ -33,8 +34,8 @@ from .render import render
 from .target import Target
 
 ARCH = "90"
-# Head dims are padded to 64, 128 or 256: below, most of a tile would be padding.
 TILE = 128  # queries and keys of the largest tile that a user's blocks have to hold
+# Head dims are padded to 64, 128 or 256: below, most of a tile would be padding.
 HEAD_DIMS = range(40, 257, 8)  # 8 elements of 16 bits are the 16 bytes that TMA counts in
 
 
@@ -154,7 +155,19 @@ def store(program: Typed, chosen: Options, target: Target) -> Kernel:
     def build(target: Target) -> Kernel:
         return compile_forward(program, chosen, target, best)
 
-    return stored(forward_key(program, chosen, best), target, build, program.bundle)
+    what = forward_key(program, chosen, best)
+    if program.bundle:
+        return stored(what, target, build, program.bundle)
+    # A refusal takes a minute of assembling, so it is kept beside the kernels.
+    note = key("refused", fingerprint(), what, target)
+    if (refused := CACHE.note(note)) is not None:
+        raise Refused(str(refused.get("reason")), hint="backend='triton' runs it")
+    try:
+        return stored(what, target, build)
+    except Refused as error:
+        with contextlib.suppress(OSError):
+            CACHE.put_note(note, {"reason": error.message})
+        raise
 
 
 def found(program: Typed, chosen: Options, target: Target) -> Kernel | None:
@@ -179,7 +192,7 @@ def compile_forward(
         notes.append(f"{plan.config}: {complaint or 'taken'}")
         if not complaint:
             return replace(kernel, notes=tuple(notes))
-    raise BackendUnavailable(
+    raise Refused(
         f"no configuration of `{program.name}` suits {target}: {'; '.join(notes)}",
         hint="backend='triton' runs it",
     )

@@ -7,6 +7,7 @@ kernels, which also serve every call that this backward does not take.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from . import backward_triton
 from .attend_hopper import HEAD_DIMS, copyable, described
 from .attend_triton import in_float32, on_device
+from .backends.compile_hopper import Refused
 from .backends.compile_hopper_backward import compile_plan
 from .backends.compile_triton import Kernel, compile_kernel
 from .backends.hopper import HOPPER
@@ -145,9 +147,14 @@ def refusal(call: Call) -> str:
     return _REFUSED[what]
 
 
-def known_refusal(program: Typed, chosen: Options, device: torch.device) -> str:
+def known_refusal(program: Typed, chosen: Options, target: Target) -> str:
     """The same without compiling: "" where nothing was tried so far, too."""
-    return _REFUSED.get((program.canonical, of_options(chosen), device), "")
+    note = CACHE.note(_refusal_key(program, of_options(chosen), target))
+    return "" if note is None else str(note.get("reason")).partition("\n")[0]
+
+
+def _refusal_key(program: Typed, chosen: Options, target: Target) -> str:
+    return key("refused", fingerprint(), backward_key(program, chosen), target)
 
 
 def of_options(chosen: Options) -> Options:
@@ -169,7 +176,7 @@ def main(call: Call) -> Ready:
     program, chosen = call.program, of_options(call.options)
 
     def build(target: Target) -> Kernel:
-        return compile_backward(program, chosen, target)
+        return compile_unless_refused(program, chosen, target)
 
     return ready(backward_key(program, chosen), call.device, build, _not_interpreted, "")
 
@@ -188,6 +195,19 @@ def found(program: Typed, chosen: Options, target: Target) -> Kernel | None:
     return CACHE.find(key(fingerprint(), backward_key(program, chosen), target))
 
 
+def compile_unless_refused(program: Typed, chosen: Options, target: Target) -> Kernel:
+    """The main kernel; a refusal takes a minute of assembling, and is kept beside the kernels."""
+    if reason := known_refusal(program, chosen, target):
+        raise Refused(reason, hint="the portable backward runs it")
+    try:
+        return compile_backward(program, chosen, target)
+    except Refused as error:
+        with contextlib.suppress(OSError):
+            note = _refusal_key(program, of_options(chosen), target)
+            CACHE.put_note(note, {"reason": error.message})
+        raise
+
+
 def compile_backward(program: Typed, chosen: Options, target: Target) -> Kernel:
     """Compile the first configuration that the assembler takes as it was meant."""
     notes: list[str] = []
@@ -196,7 +216,7 @@ def compile_backward(program: Typed, chosen: Options, target: Target) -> Kernel:
         notes.append(f"{plan.config}: {complaint or 'taken'}")
         if not complaint:
             return replace(kernel, notes=tuple(notes))
-    raise BackendUnavailable(
+    raise Refused(
         f"no configuration of the backward of `{program.name}` suits {target}: {'; '.join(notes)}",
         hint="the portable backward runs it",
     )

@@ -57,10 +57,12 @@ def explain_call(
             attend_hopper.options(program, inputs, bound),
             device(inputs.q.device.index),
         )
-        chosen = attend_triton.options(program, inputs, bound)
-        why_not = backward_hopper.unfit(program, inputs)
-        why_not = why_not or backward_hopper.known_refusal(program, chosen, inputs.q.device)
-        lines += _hopper_backward(program, chosen, device(inputs.q.device.index), why_not)
+        lines += _hopper_backward(
+            program,
+            attend_triton.options(program, inputs, bound),
+            device(inputs.q.device.index),
+            backward_hopper.unfit(program, inputs),
+        )
     if backend == "cpu":
         block_m, block_n = attend_cpu.blocks(inputs)
         lines.append(f"  tiles    {block_m} queries by {block_n} keys, of all heads at a time")
@@ -106,8 +108,8 @@ def _hopper(program: Typed, chosen: Options, target: Target) -> list[str]:
 
 def _hopper_backward(program: Typed, chosen: Options, target: Target, unfit: str) -> list[str]:
     """What computes the gradients of a call on a Hopper GPU."""
-    if unfit:
-        return [f"  backward portable: {unfit}"]
+    if reason := unfit or backward_hopper.known_refusal(program, chosen, target):
+        return [f"  backward portable: {reason}"]
     chosen = backward_hopper.of_options(chosen)
     kernel = backward_hopper.found(program, chosen, target)
     plans = backward_hopper.plans(program, chosen, target)

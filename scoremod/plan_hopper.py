@@ -265,8 +265,9 @@ class HopperPlan:
         return tuple(term.param for term in self.row_terms)
 
     @property
-    def column_params(self) -> tuple[Param, ...]:
-        return tuple(term.param for term in self.column_terms)
+    def mask_params(self) -> tuple[Param, ...]:
+        """What the mask takes: captures, then what was read of rows and of columns."""
+        return (*self.params, *self.row_params, *(term.param for term in self.column_terms))
 
     @property
     def positions(self) -> tuple[Argument, ...]:
@@ -425,12 +426,12 @@ def _read_ahead(
     In the layout of products, 32 columns a thread, they are read one after the other, for want of
     registers: 34 loads and 3.7 us a partial tile for documents at head dim 128.
     """
-    reads = line_reads(program.mask)
-    terms = tuple(_line_term(program, read) for read in reads)
     # Rows first, as the kernel passes them.
-    params = sorted((t.param for t in terms), key=lambda p: not p.name.startswith("row"))
+    reads = tuple(sorted(line_reads(program.mask), key=lambda read: read.line != "row"))
+    terms = tuple(_line_term(program, read) for read in reads)
+    params = (*mask.params, *(term.param for term in terms))
     body = without_line_reads(program.mask, reads)
-    return DeviceFunction(mask.name, (*mask.params, *params), (body,), mask.doc), terms
+    return DeviceFunction(mask.name, params, (body,), mask.doc), terms
 
 
 def _line_term(program: Typed, found: LineRead) -> LineTerm:

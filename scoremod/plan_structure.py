@@ -127,6 +127,15 @@ class StructurePlan:
         return "row_idx[:, None]" if self.transposed else "column_idx[None, :]"
 
     @property
+    def block_start_m(self) -> str:
+        """The first query of a tile, which says which of the user's blocks has it."""
+        return "tile * COLUMN_BLOCK" if self.transposed else "start_row"
+
+    @property
+    def block_start_n(self) -> str:
+        return "start_row" if self.transposed else "tile * COLUMN_BLOCK"
+
+    @property
     def row_ends(self) -> str:
         """What the test calls the ends of a tile's rows."""
         return "j" if self.transposed else "i"

@@ -18,11 +18,12 @@ from .errors import InputMismatch
 from .inputs import Inputs
 from .ir.ops import Type
 from .plan import Typed, cpu_backward_plan, cpu_plan
+from .plan_hopper import Config
 from .plan_structure import structure_plan
 from .plan_triton import ELEMENT_BYTES, Options, tiles_of, triton_plan
 from .plan_triton_backward import learnable
 from .structure import structure_source
-from .target import Target, parse_target
+from .target import Target, Tile, parse_target
 
 _WORDS = {"f16": "f16", "fp16": "f16", "float16": "f16", "bfloat16": "bf16", "fp32": "f32"}
 _WORDS |= {"float32": "f32", "float64": "f64", "half": "f16", "float": "f32"}
@@ -71,14 +72,18 @@ def _of_hopper(program: Typed, chosen: Options, target: Target) -> str:
 
 def of_tiles(program: Typed, chosen: Options, target: str) -> str:
     """The kernels that find the tiles which the mask leaves."""
-    if program.half_lines:
+    found = parse_target(target)
+    shape = (chosen.dtype, chosen.head_dim, chosen.v_head_dim)
+    reader: Tile | Config = tiles_of(program, chosen, found)[0]
+    if attend_hopper.is_hopper(found) and not attend_hopper.unfit_shape(*shape):
+        chosen = attend_hopper.of_options(program, chosen)
+        reader = attend_hopper.plans(program, chosen, found)[0].config
+    if not chosen.stored:
         raise InputMismatch(
             f"`{program.name}` has no kernel for tiles",
             hint="its mask is ranges of keys, which the forward kernel finds by itself",
         )
-    found = parse_target(target)
-    tile = tiles_of(program, chosen, found)[0]
-    plan = structure_plan(program.only_mask, chosen, found, tile.block_m, tile.block_n)
+    plan = structure_plan(program.only_mask, chosen, found, reader.block_m, reader.block_n)
     return structure_source(plan)
 
 

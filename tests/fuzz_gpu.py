@@ -33,12 +33,12 @@ from unittest import mock
 
 import rounding
 import torch
-from fuzz_variants import Draw, bodies, captures, declaration, inputs
+from fuzz_variants import Draw, bodies, captures, declaration, inputs, tiles_of
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch import Tensor
 
 import scoremod
-from scoremod import ahead, attend_triton, attention
+from scoremod import ahead, api, attend_triton, attention
 from scoremod.inputs import check_inputs
 from scoremod.plan_triton_backward import Learned
 from scoremod.target import parse_target
@@ -58,6 +58,7 @@ KV_LENS = (128, 200, 129, 333, 64, 40, 1, 256, 17, 448)
 OFFSETS = (0, 0, 1, 64, 100)
 HEADS = ((4, 2), (1, 1), (2, 2), (3, 1), (8, 2))
 HEAD_DIMS = ((64, 64), (128, 128), (64, 64), (128, 128), (16, 16), (80, 48), (40, 40), (128, 64))
+BLOCK = 128  # of lists of blocks
 ALIGNED, OTHERS = ("plain", "heads last"), ("every second", "transposed", "inside")
 
 
@@ -120,6 +121,7 @@ def _job(number: int, body: str, calls: int, rng: random.Random) -> Job:
         return Draw(
             rng.randrange(10_000), rng.choice(Q_LENS), rng.choice(KV_LENS), rng.choice(OFFSETS),
             by_value, False, rng.choice(HEADS), head_dims, dtype, rng.choice(ALIGNED),
+            "prepared" if rng.random() < 0.25 else "none",
         )  # fmt: skip
 
     # A second kind of call has kernels of its own.
@@ -128,6 +130,7 @@ def _job(number: int, body: str, calls: int, rng: random.Random) -> Job:
             lambda c: replace(c, per_batch=True),
             lambda c: replace(c, layout=rng.choice(OTHERS)),
             lambda c: replace(c, q_len=rng.choice((1, 2, 16, 0))),
+            lambda c: replace(c, tiles="blocks"),
         )
     )
     kinds = [usual() for _ in range(calls)]
@@ -177,7 +180,8 @@ def prepared(job: Job, call: Draw, device: str) -> rounding.Call:
         for n, x in values.items()
         if isinstance(x, Tensor) and x.is_floating_point() and n in read
     )
-    return rounding.Call(attn, qkv, values, options, learned)
+    tiles = tiles_of(attn, call, device, options, values, block=BLOCK)
+    return rounding.Call(attn, qkv, values, options, learned, tiles)
 
 
 def run(job: Job, call: Draw, device: str) -> list[rounding.Off]:
@@ -187,7 +191,8 @@ def run(job: Job, call: Draw, device: str) -> list[rounding.Off]:
 
     def attend(*qkv: Tensor, **given: Any) -> Any:
         poison_memory(qkv[0])
-        return found.variant(*qkv, backend=backend, precision=job.precision, **given)
+        how = {"backend": backend, "precision": job.precision, "tiles": found.tiles}
+        return found.variant(*qkv, **how, **given)
 
     mine = rounding.results(attend, found, found.qkv)
     precision = "exact" if job.precision == "exact" or job.dtype == "float32" else "fast"
@@ -211,6 +216,7 @@ def compile_only(job: Job, call: Draw) -> None:
     found = prepared(job, call, "cpu")
     options = {n: found.options.get(n) for n in ("scale", "q_offset", "kv_lens")}
     given = check_inputs(*found.qkv, **options, precision=job.precision)
+    given = replace(given, tiles=api._tiles(found.tiles, given))
     program, bound = found.variant._bind(found.captures, given.sizes, found.qkv[0].device)
     known = found.variant._type(program, bound)
     chosen = attend_triton.options(known, given, bound)
@@ -284,7 +290,8 @@ def do(job: Job, device: str, until: float, ran: Counter[str]) -> Answer:
 
 def _kinds(calls: Sequence[Draw]) -> list[Draw]:
     """One call of each kind: they share kernels."""
-    return list({(c.per_batch, c.layout in ALIGNED, c.q_len <= 16): c for c in calls}.values())
+    kinds = ((c.per_batch, c.layout in ALIGNED, c.q_len <= 16, c.tiles == "blocks") for c in calls)
+    return list(dict(zip(kinds, calls, strict=True)).values())
 
 
 def _failure(job: Job, k: int, call: Draw, device: str, kind: str, words: str) -> Failure:
@@ -325,7 +332,7 @@ def count_backends() -> Counter[str]:
 
 # -- processes ---------------------------------------------------------------------------------
 
-JOB_SECONDS = 120.0  # then a kernel is taken to hang
+JOB_SECONDS = 200.0  # then a kernel is taken to hang
 GRACE = 10.0  # seconds
 
 
@@ -353,9 +360,12 @@ class Worker:
 
 
 def all_answers(
-    waiting: Iterator[Job], device: str, number: int, seconds: float
+    waiting: Iterator[Job], device: str, number: int, seconds: float, unfinished: list[Job]
 ) -> Iterator[Answer]:
-    """Answers as they come; a kernel that is compiled when the time is up has some more."""
+    """Answers as they come; a kernel that is compiled when the time is up has some more.
+
+    Jobs that have no answer then are `unfinished`.
+    """
     until = time.time() + seconds
     workers = []
 
@@ -381,6 +391,8 @@ def all_answers(
             workers.remove(worker)
             start(job)
     for worker in workers:
+        assert worker.job is not None
+        unfinished.append(worker.job)
         worker.process.kill()
 
 
@@ -433,16 +445,20 @@ def main() -> int:
         return repeat(given_.repeat, given_.device)
     start = time.monotonic()
     waiting = iter(jobs(given_.seed, given_.jobs, given_.calls))
-    answers = []
-    for answer in all_answers(waiting, given_.device, given_.workers, given_.seconds):
+    answers: list[Answer] = []
+    unfinished: list[Job] = []
+    how = given_.device, given_.workers, given_.seconds
+    for answer in all_answers(waiting, *how, unfinished):
         answers.append(answer)
         for f in answer.failures:
             print(f"{f.kind}\n  {f.words[:400]}\n  {f.body!r}\n  {f.how}", flush=True)
     found = summary(answers, given_, time.monotonic() - start)
+    found["unfinished"] = [f"{job.backend} {job.precision} {job.body!r}" for job in unfinished]
     folder = Path(os.environ.get("OUT") or "build")
     out = given_.out or folder / "fuzz_gpu.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    found["unfinished"] = len(unfinished)
     print({k: x for k, x in found.items() if k != "failures"}, f"-> {out}")
     return 1 if found["failures"] else 0
 

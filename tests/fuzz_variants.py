@@ -7,13 +7,13 @@ def law(body, call): check_forward(body, call, "triton")
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from attention_cases import Shape, agree, on
+from attention_cases import DEVICE, Shape, agree, on
 from gradient_cases import leaf, loss
 from hypothesis import strategies as st
 from torch import Tensor
@@ -200,6 +200,7 @@ class Draw:
     head_dims: tuple[int, int] = (8, 4)
     dtype: str = "float32"
     layout: str = "plain"
+    tiles: str = "none"  # or prepared, or a list of blocks
 
     @property
     def shape(self) -> Shape:
@@ -246,6 +247,7 @@ def wide_calls(backend: str) -> st.SearchStrategy[Draw]:
         st.sampled_from(((8, 4), (16, 16), (5, 3), (1, 33))),
         st.sampled_from(DTYPES[backend]),
         st.sampled_from(tuple(LAYOUTS)),
+        st.sampled_from(("none", "none", "prepared", "blocks")),
     )
 
 
@@ -312,6 +314,39 @@ def prepare(body: str, call: Draw, backend: str) -> tuple[Any, tuple[Tensor, ...
     return attn, tuple(on(backend, x) for x in inputs(call)), options, given
 
 
+def tiles_of(
+    attn: Any,
+    call: Draw,
+    device: str,
+    options: dict[str, Any],
+    given: dict[str, Any],
+    block: int = 64,
+) -> Any:
+    """What the call gives as tiles=; a capture that is learned is another tensor than prepared.
+
+    A block holds whole tiles of every kernel.
+    """
+    if call.tiles == "blocks":
+        rng, sizes = np.random.default_rng(call.seed), (call.q_len, call.kv_len)
+        allowed = rng.random((*rng.choice((1, 2), 1), 1, *(-(-n // block) for n in sizes))) < 0.7
+        return torch.from_numpy(allowed).to(device), block
+    if call.tiles == "prepared" and not attn._program.mask.names & attn._program.score.names:
+        places = {n: options.get(n) for n in ("q_offset", "kv_lens")}
+        shape = call.shape
+        return attn.prepare(
+            shape.q_len, shape.kv_len, batch=shape.batch, q_heads=shape.q_heads,
+            device=device, **places, **given,
+        )  # fmt: skip
+    return None
+
+
+def oracle(attn: Any, tiles: Any, qkv: Sequence[Tensor], **call: Any) -> Any:
+    """(out, lse) of the oracle, which sees lists of blocks too."""
+    if isinstance(tiles, tuple):
+        return attn(*qkv, backend="eager", tiles=tiles, **call)
+    return attn.eager(*qkv, **call)
+
+
 def widened(x: Tensor) -> Tensor:
     """What the oracle takes: 16 bits as float32, so that it decides pairs in float32 too."""
     return x if x.dtype is torch.float64 else x.float()
@@ -321,8 +356,9 @@ def check_forward(body: str, call: Draw, backend: str) -> None:
     """A backend and the oracle agree on out and LSE, and on where they are not finite."""
     attn, qkv, options, given = prepare(body, call, backend)
     # A decision in the mask shows in the LSE; a weight of exactly 0 could hide it from out.
-    out, lse = attn(*qkv, backend=backend, **options, **given)
-    wanted, wanted_lse = attn.eager(*map(widened, qkv), **options, **given)
+    tiles = tiles_of(attn, call, DEVICE[backend], options, given)
+    out, lse = attn(*qkv, backend=backend, tiles=tiles, **options, **given)
+    wanted, wanted_lse = oracle(attn, tiles, [*map(widened, qkv)], **options, **given)
     agree(lse, wanted_lse, FORWARD["float64" if call.dtype == "float64" else "float32"])
     agree(out, wanted, FORWARD[call.dtype])
 
@@ -335,15 +371,17 @@ def check_gradients(body: str, call: Draw, backend: str) -> None:
         for n, x in given.items()
         if isinstance(x, Tensor) and n in attn._program.score.names
     }
+    tiles = tiles_of(attn, call, DEVICE[backend], options, given)
     given = {**given, **learn}
     wanted_leaves = [leaf(widened(x)) for x in qkv]
-    out, lse = attn.eager(*wanted_leaves, **options, **given)
+    out, lse = oracle(attn, tiles, wanted_leaves, **options, **given)
     if not (out.isfinite().all() and (lse[lse.isfinite()].abs() < LARGE).all()):
         return
     wanted = slopes(loss(out, lse), [*wanted_leaves, *learn.values()])
     leaves = [leaf(x) for x in qkv]
     found = slopes(
-        loss(*attn(*leaves, backend=backend, **options, **given)), [*leaves, *learn.values()]
+        loss(*attn(*leaves, backend=backend, tiles=tiles, **options, **given)),
+        [*leaves, *learn.values()],
     )
     for x, y in zip(found, wanted, strict=True):
         if y.isfinite().all():

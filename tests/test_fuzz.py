@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import fuzz_gpu
 import pytest
+import sanitize
 import torch
 from attention_cases import each_backend
 from fuzz_variants import Draw, bodies, calls, check_forward, check_gradients, wide_calls
@@ -117,3 +118,8 @@ def test_nothing_beside_a_tensor_is_read() -> None:
     around = fuzz_gpu.surrounded(x, "cpu")
     assert torch.equal(x, around)
     assert around.as_strided((6 + 2 * fuzz_gpu.SLACK,), (1,), 0).isnan().sum() == 2 * fuzz_gpu.SLACK
+
+
+@pytest.mark.parametrize("name", sanitize.CASES)
+def test_calls_for_the_sanitizer(name: str) -> None:
+    assert sanitize.check(sanitize.CASES[name], "cpu", "cpu") == ""

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,6 +190,27 @@ def test_a_call_whose_kernel_does_badly_is_named_and_not_tried_again(
     assert found == {"no configuration suits"} and tried == [1]
 
 
+def test_a_refusal_is_kept_for_other_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SCOREMOD_CACHE_DIR", str(tmp_path))
+    tried: list[object] = []
+
+    def compile_plan(plan: Any, text: str) -> tuple[Kernel, str]:
+        tried.append(plan)
+        return kernel(), "spilled"
+
+    monkeypatch.setattr(attend_hopper, "compile_plan", compile_plan)
+    known, chosen = program(variants.causal), Options("bf16", 64, 64)
+    said = []
+    for _ in range(2):
+        with pytest.raises(BackendUnavailable) as caught:
+            attend_hopper.store(known, chosen, H200)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    assert len(tried) == len(attend_hopper.configs_of(known, chosen))
+
+
 def test_a_score_that_no_configuration_can_hold_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -232,7 +254,7 @@ def test_a_window_is_its_ends() -> None:
 
 def test_documents_are_read_once_a_row_and_once_a_column() -> None:
     (plan, *_) = plans(NAMED["documents"])
-    assert [p.name for p in plan.row_params + plan.column_params] == ["row_0", "column_0"]
+    assert [p.name for p in plan.mask_params] == ["doc", "row_0", "column_0"]
     assert plan.mask is not None and "doc" not in plan.mask.body[0].names
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from scoremod.backends.compile_hopper import spills_in_loops
 from scoremod.backends.compile_hopper_backward import complaint, launched
 from scoremod.backends.compile_triton import Kernel, Report, softmax_loops
 from scoremod.backward_triton import call_of
+from scoremod.cache import Cache
 from scoremod.errors import BackendUnavailable
 from scoremod.gradients import Result, Wanted
 from scoremod.inputs import Inputs, check_inputs
@@ -188,6 +190,26 @@ def test_no_configuration_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
         BackendUnavailable, match=r"no configuration of the backward of `noop` suits cuda:90.*spill"
     ):
         backward_hopper.compile_backward(program(NOOP), options(128), H200)
+
+
+def test_a_refusal_is_remembered_by_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(backward_hopper, "CACHE", Cache(tmp_path))
+    tried = []
+
+    def compile_plan(plan: HopperBackwardPlan, text: str) -> tuple[Kernel, str]:
+        tried.append(plan.config)
+        return kernel(), "spilled"
+
+    monkeypatch.setattr(backward_hopper, "compile_plan", compile_plan)
+    known = program(NOOP)
+    assert backward_hopper.known_refusal(known, options(64), H200) == ""
+    for _ in range(2):
+        with pytest.raises(BackendUnavailable, match="no configuration of the backward"):
+            backward_hopper.compile_unless_refused(known, options(64), H200)
+    assert tuple(tried) == CONFIGS[64]
+    assert backward_hopper.known_refusal(known, options(64), H200).startswith("no configuration")
 
 
 def kernel() -> Kernel:

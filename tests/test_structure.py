@@ -261,7 +261,7 @@ def test_gradients_stop_at_the_listed_blocks(qk: Any, backend: str) -> None:
     where = backend if backend in DEVICE else "cpu"
     q, k = (x.requires_grad_() for x in on(where, qk))
     # causal alone has the third block
-    allowed = on(where, torch.tensor([[True, False], [False, True]]))
+    allowed = on(where, torch.tensor([[True, True], [False, True]]))
     keep = dense_blocks(allowed, 64, 64, 90, 120)
 
     @scoremod.mask

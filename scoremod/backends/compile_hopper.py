@@ -31,6 +31,10 @@ _SERIALISED = re.compile(r"C75\d\d|serializ", re.IGNORECASE)
 _SPILL = re.compile(r"\b(LDL|STL)\b")
 
 
+class Refused(BackendUnavailable):
+    """No configuration suits a kernel, which takes long to find out."""
+
+
 def compile_plan(plan: HopperPlan, text: str) -> tuple[Kernel, str]:
     """The kernel of a plan, and what is wrong with it: "" for nothing."""
     options = {"num_warps": 4, "enable_fp_fusion": fp_fusion(plan)}
@@ -50,7 +54,7 @@ def complaint(compiled: Compiled, plan: HopperPlan) -> str:
         return "its products would run one after the other"
     spilled = spills_in_loops(compiled.image) if compiled.report.spills else 0
     if spilled > HOPELESS:
-        raise BackendUnavailable(
+        raise Refused(
             f"`{plan.score.name if plan.score else ENTRY}` needs more registers than a consumer "
             f"has: {spilled} accesses to spilled ones a kv tile",
             hint="backend='triton' runs it",

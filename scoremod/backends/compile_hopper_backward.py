@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import BackendUnavailable
 from ..plan_hopper_backward import MAIN, SPILLS, HopperBackwardPlan
 from ..plan_triton import Argument
-from .compile_hopper import HOPELESS, is_serialised, spills_in_loops
+from .compile_hopper import HOPELESS, Refused, is_serialised, spills_in_loops
 from .compile_triton import Compiled, Kernel, TensorMap, compiled_text, kernel_of
 from .triton import fp_fusion
 
@@ -42,7 +42,7 @@ def complaint(compiled: Compiled, plan: HopperBackwardPlan) -> str:
         return "its products would run one after the other"
     spilled = spills_in_loops(compiled.image) if compiled.report.spills else 0
     if spilled > HOPELESS:
-        raise BackendUnavailable(
+        raise Refused(
             f"the slope of `{plan.score.name if plan.score else MAIN}` needs more registers than a "
             f"consumer has: {spilled} accesses to spilled ones a q tile",
             hint="the portable backward runs it",
