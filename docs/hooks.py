@@ -339,4 +339,5 @@ GENERATED: dict[str, Callable[[], str]] = {
     "forward": _results("forward_h200"),
     "backward": _results("backward_h200"),
     "hopper": _results("hopper_h200"),
+    "hopper_backward": _results("hopper_backward_h200"),
 }

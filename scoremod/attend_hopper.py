@@ -69,7 +69,7 @@ def unfit(program: Typed, inputs: Inputs) -> str:
             f"blocks of {user.block_m} x {user.block_n} do not hold whole tiles of {TILE} x {TILE}"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not _copyable(x):
+        if not copyable(x):
             return f"TMA cannot copy {name}: its strides are {x.stride()}"
     return ""
 
@@ -83,7 +83,7 @@ def unfit_shape(element: str, head_dim: int, v_head_dim: int) -> str:
     return ""
 
 
-def _copyable(x: torch.Tensor) -> bool:
+def copyable(x: torch.Tensor) -> bool:
     """Whether rows begin at multiples of 16 bytes and no two are the same memory."""
     strides = (s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1)
     return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s and s % 8 == 0 for s in strides)

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from . import attend_cpu, attend_hopper, attend_triton, backward_cpu, backward_triton
+from . import (
+    attend_cpu,
+    attend_hopper,
+    attend_triton,
+    backward_cpu,
+    backward_hopper,
+    backward_triton,
+)
 from .binding import Bound
 from .errors import BackendUnavailable
 from .gradients import Gradients, Result, Wanted
@@ -20,11 +27,10 @@ RUN = {
     "triton": attend_triton.attend,
     "hopper": attend_hopper.attend,
 }
-# Hopper's gradients are the portable backend's.
 RUN_BACKWARD = {
     "cpu": backward_cpu.backward,
     "triton": backward_triton.backward,
-    "hopper": backward_triton.backward,
+    "hopper": backward_hopper.backward,
 }
 
 

@@ -68,16 +68,24 @@ def backward(
     program: Typed, inputs: Inputs, bound: tuple[Bound, ...], result: Result, wanted: Wanted
 ) -> Gradients:
     """The gradients that are wanted of a call on a GPU, or in Triton's interpreter."""
+    call = call_of(program, inputs, bound, result, wanted)
+    with on_device(inputs.q), torch.no_grad():
+        return nothing(call, wanted) if call.is_empty else _gradients(call, wanted)
+
+
+def call_of(
+    program: Typed, inputs: Inputs, bound: tuple[Bound, ...], result: Result, wanted: Wanted
+) -> Call:
+    """A backward that can be computed; raises where it cannot."""
     grad_out = unit_stride(result.grad_out.detach().to(inputs.q.dtype))
     result = replace(result, grad_out=grad_out)
     learned = learned_of(program, bound, wanted)
     reads = _reads_of(program, learned, isinstance(inputs.q_offset, Tensor))
     chosen = backward_options(program, inputs, bound, result)
-    call = Call(program, inputs, bound, chosen, learned, reads, grad_out)
+    call = Call(program, inputs, bound, chosen, learned, reads, result)
     _require_deterministic(call)
     _require_mask(call)
-    with on_device(inputs.q), torch.no_grad():
-        return _nothing(call, wanted) if call.is_empty else _gradients(call, result, wanted)
+    return call
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,11 @@ class Call:
     options: Options
     learned: tuple[Learned, ...]
     reads: tuple[Read, ...]
-    grad_out: Tensor
+    result: Result
+
+    @property
+    def grad_out(self) -> Tensor:
+        return self.result.grad_out
 
     @property
     def device(self) -> torch.device:
@@ -123,7 +135,7 @@ class Call:
         return torch.zeros(shape, dtype=torch.float32, device=self.device)
 
 
-def _nothing(call: Call, wanted: Wanted) -> Gradients:
+def nothing(call: Call, wanted: Wanted) -> Gradients:
     """The gradients of a call without pairs."""
     q, k, v = call.inputs.q, call.inputs.k, call.inputs.v
     asked = ((q, wanted.q), (k, wanted.k), (v, wanted.v))
@@ -136,18 +148,34 @@ def _nothing(call: Call, wanted: Wanted) -> Gradients:
     )
 
 
-def _gradients(call: Call, result: Result, wanted: Wanted) -> Gradients:
-    rows = row_values(call, result)
+def _gradients(call: Call, wanted: Wanted) -> Gradients:
+    rows = row_values(call)
     dq = dk = dv = None
     by_read: dict[int, Tensor] = {}
     if wanted.k or wanted.v or call.reads_in(DKDV):
         dk, dv = key_gradients(call, rows, by_read)
     if wanted.q or call.reads_in(DQ):
         dq = query_gradient(call, rows, by_read)
+    sum_others(call, rows, by_read)
+    return collected(call, wanted, (dq, dk, dv), by_read)
+
+
+def sum_others(call: Call, rows: Tensor, by_read: dict[int, Tensor]) -> None:
+    """Gradients of what is read neither per query nor per key."""
     if call.reads_in(DIAGONALS):
         sum_diagonals(call, rows, by_read)
     if call.reads_in(PAIRS):
         sum_pairs(call, rows, by_read)
+
+
+def collected(
+    call: Call,
+    wanted: Wanted,
+    found: tuple[Tensor | None, Tensor | None, Tensor | None],
+    by_read: dict[int, Tensor],
+) -> Gradients:
+    """What was asked for, out of dq, dk, dv and the gradients of reads."""
+    dq, dk, dv = found
     return Gradients(
         dq if wanted.q else None,
         dk if wanted.k else None,
@@ -417,12 +445,12 @@ def places_key(
 # -- rows --------------------------------------------------------------------------------------
 
 
-def row_values(call: Call, result: Result) -> Tensor:
+def row_values(call: Call) -> Tensor:
     """What the kernels need of each row, float32 [B, Hq, Lq, 2].
 
     The LSE in base 2, +inf for a row without keys, and rowsum(o * do) less the LSE's gradient.
     """
-    chosen, lse = call.options, result.lse.contiguous()
+    chosen, result, lse = call.options, call.result, call.result.lse.contiguous()
     has_grad_lse = result.grad_lse is not None
     kernel = _small(
         call,
@@ -468,10 +496,10 @@ def key_gradients(call: Call, rows: Tensor, by_read: dict[int, Tensor]) -> tuple
     kernel.run(-(-k.shape[2] // kernel.block_n) * q.shape[0] * k.shape[1], values)
     line = Line(Pattern.COLUMN, k.shape[2])
     by_read |= {n: settled(call, n, sums[row], line) for row, n in enumerate(mine)}
-    return _over_batch(dk, k), _over_batch(dv, v)
+    return over_batch(dk, k), over_batch(dv, v)
 
 
-def _over_batch(gradient: Tensor, x: Tensor) -> Tensor:
+def over_batch(gradient: Tensor, x: Tensor) -> Tensor:
     """Summed over the batch where k or v serves every sequence."""
     if gradient.shape[0] == x.shape[0]:
         return gradient

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import attend_cpu, attend_hopper, attend_triton
+from . import attend_cpu, attend_hopper, attend_triton, backward_hopper
 from .analysis.reasons import explain_atoms
 from .binding import Bound
 from .inputs import Inputs
@@ -57,6 +57,12 @@ def explain_call(
             attend_hopper.options(program, inputs, bound),
             device(inputs.q.device.index),
         )
+        lines += _hopper_backward(
+            program,
+            attend_triton.options(program, inputs, bound),
+            device(inputs.q.device.index),
+            backward_hopper.unfit(program, inputs),
+        )
     if backend == "cpu":
         block_m, block_n = attend_cpu.blocks(inputs)
         lines.append(f"  tiles    {block_m} queries by {block_n} keys, of all heads at a time")
@@ -78,7 +84,10 @@ def explain_shape(program: Typed, chosen: Options, target: Target) -> list[str]:
         lines = ["", f"backend triton: for {target}; the hopper backend is not for it: {reason}"]
     else:
         lines = ["", f"backend hopper: for {target}"]
-        return lines + _hopper(program, attend_hopper.of_options(program, chosen), target)
+        lines += _hopper(program, attend_hopper.of_options(program, chosen), target)
+        return lines + _hopper_backward(
+            program, chosen, target, backward_hopper.unfit_shape(program, *shape)
+        )
     return lines + explain_kernel(triton_plan(program, chosen, target))
 
 
@@ -94,6 +103,23 @@ def _hopper(program: Typed, chosen: Options, target: Target) -> list[str]:
         lines.append(f"  tuned    by `bench --tune` for {note.get('shape')} on {note.get('gpu')}")
     if kernel is None:
         return [*lines, "  tried    nothing so far: it is compiled at the first call"]
+    return lines + [f"  tried    {note}" for note in kernel.notes]
+
+
+def _hopper_backward(program: Typed, chosen: Options, target: Target, unfit: str) -> list[str]:
+    """What computes the gradients of a call on a Hopper GPU."""
+    if reason := unfit or backward_hopper.known_refusal(program, chosen, target):
+        return [f"  backward portable: {reason}"]
+    chosen = backward_hopper.of_options(chosen)
+    kernel = backward_hopper.found(program, chosen, target)
+    plans = backward_hopper.plans(program, chosen, target)
+    plan = plans[len(kernel.notes) - 1 if kernel is not None else 0]
+    lines = [f"  backward dq, dk and dv in one kernel: {plan.config}"]
+    learned = backward_hopper.unlearned(backward_hopper.possible_reads(program, chosen))
+    if learned:
+        lines.append(f"  backward portable with learned captures: {learned}")
+    if kernel is None:
+        return [*lines, "  tried    no backward so far: it is compiled when it is first asked for"]
     return lines + [f"  tried    {note}" for note in kernel.notes]
 
 

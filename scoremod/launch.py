@@ -185,7 +185,7 @@ class CudaDriver:
 _PORTABLE_CLUSTER = 8
 # cuTensorMapEncodeTiled: a map's size and place, CUtensorMapDataType, and what else is chosen.
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
-_MAP_ELEMENT = {"f16": 6, "bf16": 9}
+_MAP_ELEMENT = {"f16": 6, "bf16": 9, "f32": 7}
 _MAP_PITCH = 16  # strides are multiples of so many bytes
 _NO_INTERLEAVE, _L2_128_BYTES, _ZEROS_OUTSIDE = 0, 2, 0
 

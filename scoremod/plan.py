@@ -93,6 +93,12 @@ class Typed:
         return len(pieces) == 1 and pieces[0].is_pure
 
     @functools.cached_property
+    def one_query_range(self) -> bool:
+        """The same of the queries that see a key."""
+        pieces = solve(self.given_mask, "i")
+        return len(pieces) == 1 and pieces[0].is_pure
+
+    @functools.cached_property
     def canonical(self) -> tuple[object, ...]:
         """What decides the kernel: equal for programs that differ in names or formatting only."""
         names = {p.name: f"c{k}" for k, p in enumerate(self.params)}

@@ -72,6 +72,14 @@ class Learned:
     repeated: tuple[int, ...] = ()
 
 
+def learnable(program: Typed) -> tuple[Learned, ...]:
+    """The captures that can have a gradient."""
+    read = program.given_score.names
+    return tuple(
+        Learned(k) for k, p in enumerate(program.params) if p.type is Type.FLOAT and p.name in read
+    )
+
+
 def reads_of(
     program: Typed, learned: Sequence[Learned], *, offset_per_batch: bool
 ) -> tuple[Read, ...]:
@@ -250,7 +258,7 @@ def backward_plan(
         functions=tuple(f for f in functions if f is not None),
         score=score,
         results=results,
-        slope=None if slope is None or slope == ONE else Slope(_is_tame(slope)),
+        slope=None if slope is None or slope == ONE else Slope(is_tame(slope)),
         mask=mask,
         runs=runs,
         segments=segments_of(mask, pieces, runs, options, pad),
@@ -307,7 +315,7 @@ def score_function(
     return function, ", ".join(["s", *slopes])
 
 
-def _is_tame(slope: Expr) -> bool:
+def is_tame(slope: Expr) -> bool:
     """Whether a slope is finite for finite values, so that 0 * slope is 0."""
     return all(
         node.type is not Type.FLOAT
@@ -395,7 +403,7 @@ class DeltaPlan:
         offset = "i64" if self.options.wide_offsets else "i32"
         found = [Argument(name, POINTER_TYPE[self.options.dtype]) for name in ("o", "do")]
         found += [Argument(n, "*fp32") for n in ("lse", "grad_lse", "row_values")]
-        found += _strides(("o", "do", "grad_lse"), offset)
+        found += strides(("o", "do", "grad_lse"), offset)
         return (*found, Argument("q_len", "i32"), Argument("q_heads", "i32"))
 
     @property
@@ -513,7 +521,7 @@ def arguments(
         found += [Argument(s.gradient, "*fp32") for s in sums]
     elif sums:
         found += [Argument("sums", "*fp32"), Argument("sums_stride", "i64")]
-    found += _strides((*given, *made), offset)
+    found += strides((*given, *made), offset)
     found += [Argument(n, "i32") for n in ("batch", "q_len", "kv_len", "q_heads", "gqa_group")]
     found.append(Argument("sm_scale", "*fp32" if options.scale_in_memory else "fp32"))
     found += shared_arguments(params, options)
@@ -523,5 +531,5 @@ def arguments(
     return tuple(found)
 
 
-def _strides(names: Sequence[str], offset: str) -> list[Argument]:
+def strides(names: Sequence[str], offset: str) -> list[Argument]:
     return [Argument(f"{name}_stride_{axis}", offset) for name in names for axis in ("b", "h", "l")]

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from . import attend_cpu, attend_hopper, attend_triton, backward_cpu, backward_triton
+from . import (
+    attend_cpu,
+    attend_hopper,
+    attend_triton,
+    backward_cpu,
+    backward_hopper,
+    backward_triton,
+)
 from .analysis.tiles import TileMap
 from .binding import ELEMENT_OF, Bound
 from .errors import InputMismatch
@@ -14,7 +21,7 @@ from .plan import Typed, cpu_backward_plan, cpu_plan
 from .plan_hopper import Config
 from .plan_structure import structure_plan
 from .plan_triton import ELEMENT_BYTES, Options, tiles_of, triton_plan
-from .plan_triton_backward import Learned
+from .plan_triton_backward import learnable
 from .structure import structure_source
 from .target import Target, Tile, parse_target
 
@@ -90,14 +97,17 @@ def of_cpu_backward(program: Typed, *, float64: bool, has_kv_lens: bool) -> str:
 
 
 def of_backward(program: Typed, chosen: Options, target: str) -> str:
-    """The kernels of a backward in their order, with every gradient that can be asked for."""
-    found = parse_target(target)
-    learned = tuple(
-        Learned(k)
-        for k, p in enumerate(program.params)
-        if p.type is Type.FLOAT and p.name in _read(program)
-    )
-    return "\n\n".join(backward_triton.sources(program, chosen, learned, found))
+    """The kernels of a backward in their order, with every gradient that can be asked for.
+
+    On Hopper those of dq, dk and dv, then the portable ones, which serve learned captures.
+    """
+    found, learned, texts = parse_target(target), learnable(program), []
+    shape = chosen.dtype, chosen.head_dim, chosen.v_head_dim
+    if attend_hopper.is_hopper(found) and not backward_hopper.unfit_shape(program, *shape):
+        texts = backward_hopper.sources(program, backward_hopper.of_options(chosen), found)
+    if learned or not texts:
+        texts += backward_triton.sources(program, chosen, learned, found)
+    return "\n\n".join(texts)
 
 
 def _read(program: Typed) -> frozenset[str]:

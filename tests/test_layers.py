@@ -17,7 +17,8 @@ LAYERS = """
     plan
     plan_triton
     plan_structure
-    plan_triton_backward plan_hopper emit backends
+    plan_triton_backward plan_hopper
+    plan_hopper_backward emit backends
     render
     cache bundle launch
     binding
@@ -27,6 +28,7 @@ LAYERS = """
     tiles
     attend_cpu attend_triton attend_hopper
     backward_cpu backward_triton
+    backward_hopper
     warm sources attention reference
     autograd
     library

@@ -29,6 +29,7 @@ from scoremod.plan import (
     typed,
 )
 from scoremod.plan_hopper import HopperPlan
+from scoremod.plan_hopper_backward import HopperBackwardPlan, SmallPlan
 from scoremod.plan_structure import StructurePlan, structure_plan
 from scoremod.plan_triton import Options, TritonPlan, triton_plan
 from scoremod.plan_triton_backward import BackwardPlan, DeltaPlan, PlacesPlan
@@ -72,6 +73,9 @@ def test_a_template_only_writes_a_plan_down(template: Path) -> None:
 PLANS: dict[str, type[Any]] = {
     "cpu/attention_bwd.py": CpuBackwardPlan,
     "cpu/attention_fwd.py": CpuPlan,
+    "hopper/attention_bwd.py": HopperBackwardPlan,
+    "hopper/attention_bwd_finish.py": SmallPlan,
+    "hopper/attention_bwd_rows.py": SmallPlan,
     "hopper/attention_fwd.py": HopperPlan,
     "triton/attention_fwd.py": TritonPlan,
     "triton/attention_bwd_delta.py": DeltaPlan,
@@ -239,8 +243,11 @@ def test_the_backward_is_shown_too() -> None:
     assert "def attention_bwd(" in text and "slopes_grad" in text and "cap_grad" in text
     text = attn.source(head_dim=64, phase="bwd")
     ast.parse(text)
-    for kernel in ("delta", "dkdv", "dq"):
-        assert f"def attention_bwd_{kernel}(" in text
+    # On Hopper those of dq, dk and dv first; learned captures take the portable ones.
+    for kernel in ("_rows", "", "_finish", "_delta", "_dkdv", "_dq"):
+        assert f"def attention_bwd{kernel}(" in text
+    assert "def attention_bwd_dq(" not in variants.causal.source(head_dim=64, phase="bwd")
+    assert "def attention_bwd(" not in attn.source(head_dim=64, target="cuda:80", phase="bwd")
     assert "def attention_bwd_diagonals(" in variants.t5_bias.source(head_dim=64, phase="bwd")
 
 

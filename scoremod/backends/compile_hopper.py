@@ -50,8 +50,7 @@ def complaint(compiled: Compiled, plan: HopperPlan) -> str:
     """Why another configuration should be tried; "" for no reason."""
     if compiled.metadata.shared > plan.target.shared:
         return f"{compiled.metadata.shared} bytes of shared memory"
-    serialised = [w for w in compiled.report.warnings if _SERIALISED.search(w)]
-    if serialised:
+    if is_serialised(compiled):
         return "its products would run one after the other"
     spilled = spills_in_loops(compiled.image) if compiled.report.spills else 0
     if spilled > HOPELESS:
@@ -63,6 +62,11 @@ def complaint(compiled: Compiled, plan: HopperPlan) -> str:
     if spilled > SPILLS:
         return f"{spilled} accesses to spilled registers a kv tile"
     return ""
+
+
+def is_serialised(compiled: Compiled) -> bool:
+    """Whether ptxas notes that it runs products one after the other."""
+    return any(_SERIALISED.search(w) for w in compiled.report.warnings)
 
 
 def spills_in_loops(cubin: bytes) -> int:

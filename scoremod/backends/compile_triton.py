@@ -41,7 +41,7 @@ class Scratch:
 class TensorMap:
     """How TMA copies tiles of a tensor, as cuTensorMapEncodeTiled takes it."""
 
-    element: str  # f16 or bf16
+    element: str  # f16, bf16 or f32
     box: tuple[int, ...]  # of the copies that a tile is made of, the last dimension last
     swizzle: int  # CUtensorMapSwizzle
 
@@ -266,7 +266,7 @@ def _source(
 
 def _divisors(types: Mapping[str, str]) -> dict[str, int]:
     """What `aligned` promises: pointers count bytes, strides count elements."""
-    found = {"row_values": 16} if "row_values" in types else {}
+    found = {name: 16 for name in ("row_values", "dq_sums") if name in types}
     for name, kind in types.items():
         tensor = re.fullmatch(r"(d?[qkvo])(_stride_\w+)?", name)
         if tensor and kind.startswith("*"):

@@ -3,9 +3,11 @@
 What is elementwise, and how many tiles a mask leaves, comes from the portable backend's steps.
 """
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 # Each kernel has these lines itself: Triton gave both copies new names.
 copy_in = getattr(tma, "async_load", tma.async_copy_global_to_shared)
@@ -217,3 +219,75 @@ def softmax_tile(s, m_i, factor, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new) * factor
     alpha = gl.exp2(m_i * factor - m_safe)
     return gl.exp2(s * factor - m_safe[:, None]), m_new, alpha
+
+
+# -- the backward ------------------------------------------------------------------------------
+
+
+@gluon.jit
+def heads_together(program, tiles, heads, TOGETHER: gl.constexpr):
+    """The (head, tile) of a program: the first tiles of a few heads, then their next ones."""
+    group = program // (TOGETHER * tiles)
+    rest = program - group * (TOGETHER * tiles)
+    size = gl.minimum(heads - group * TOGETHER, TOGETHER)
+    return group * TOGETHER + rest % size, rest // size
+
+
+@gluon.jit
+def full_tile(t, turn, full_first, full_end):
+    """The t-th full tile, the first one being `turn` tiles in.
+
+    Programs of one head start apart, or all would add to one tile of dq at a time.
+    """
+    place, count = t + turn, full_end - full_first
+    return full_first + gl.where(place < count, place, place - count)
+
+
+@gluon.jit
+def bring(tensor, place, full, tile):
+    """Start the copy of a tile whose bytes `full` expects already."""
+    copy_in(tensor, place, full, tile)
+
+
+@gluon.jit
+def wait_until_read(PENDING: gl.constexpr):
+    """Wait until all but the last tiles that are leaving have been read from shared memory."""
+    tma.store_wait(PENDING)
+
+
+@gluon.jit
+def meet():
+    """Wait for the other consumer, at a named barrier that Triton leaves free."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.u32 $0, $1;", "=r,r", [8], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def in_thread_order(x):
+    """A product [64, columns] as rows of 256 in which each thread's values are four neighbours.
+
+    No value moves: stores are of 16 bytes and free of bank conflicts, and a tile is one stretch of
+    memory. `attention_bwd_finish` undoes it.
+    """
+    CHUNKS: gl.constexpr = x.shape[1] // 8
+    # warp, half, row, chunk, pair, column -> chunk, warp, row, pair, half, column
+    x = gl.permute(x.reshape([4, 2, 8, CHUNKS, 4, 2]), (3, 0, 2, 4, 1, 5))
+    return x.reshape([2 * CHUNKS, 256])
+
+
+@gluon.jit
+def hand_over(dq, step, dq_smem, full, empty):
+    """Leave a part of dq to the warp that adds it up."""
+    mbarrier.wait(empty, (step & 1) ^ 1)
+    dq_smem.store(in_thread_order(dq))
+    fence_async_shared()
+    mbarrier.arrive(full, count=1)
+
+
+@builtin
+def add_to(tensor, coordinates, tile, _semantic=None):
+    """Start adding a fenced tile to a tensor, in float32; Gluon 3.6 has no name for it."""
+    places = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, tensor.handle, places, tile.handle)

@@ -1,0 +1,88 @@
+"""Compile the Hopper backward's rendered text, and judge what the assembler says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import BackendUnavailable
+from ..plan_hopper_backward import MAIN, SPILLS, HopperBackwardPlan
+from ..plan_triton import Argument
+from .compile_hopper import HOPELESS, Refused, is_serialised, spills_in_loops
+from .compile_triton import Compiled, Kernel, TensorMap, compiled_text, kernel_of
+from .triton import fp_fusion
+
+# Tensors of the main kernel that TMA copies by one or two dimensions, and these.
+_SUMS = {"row_values": 1, "dq_sums": 2}
+
+
+def compile_plan(plan: HopperBackwardPlan, text: str) -> tuple[Kernel, str]:
+    """The kernel of a plan, and what is wrong with it: "" for nothing."""
+    options = {"num_warps": 4, "enable_fp_fusion": fp_fusion(plan)}
+    compiled = compiled_text(text, MAIN, lambda f: _source(f, plan), plan.target, options)
+    elements = [plan.options.dtype] * len(plan.tensor_maps) + ["f32"] * len(_SUMS)
+    maps = tuple(
+        _tensor_map(made, element)
+        for made, element in zip(compiled.metadata.tensordesc_meta, elements, strict=True)
+    )
+    constants = {
+        "BLOCK_M": plan.config.block_m,
+        "BLOCK_N": plan.block_n,
+        "DQ_COLUMNS": plan.dq_columns,
+    }
+    kernel = kernel_of(compiled, text, plan.target, launched(plan), constants, maps)
+    return kernel, complaint(compiled, plan)
+
+
+def complaint(compiled: Compiled, plan: HopperBackwardPlan) -> str:
+    """Why another configuration should be tried; "" for no reason."""
+    if compiled.metadata.shared > plan.target.shared:
+        return f"{compiled.metadata.shared} bytes of shared memory"
+    if is_serialised(compiled):
+        return "its products would run one after the other"
+    spilled = spills_in_loops(compiled.image) if compiled.report.spills else 0
+    if spilled > HOPELESS:
+        raise Refused(
+            f"the slope of `{plan.score.name if plan.score else MAIN}` needs more registers than a "
+            f"consumer has: {spilled} accesses to spilled ones a q tile",
+            hint="the portable backward runs it",
+        )
+    if spilled > SPILLS:
+        return f"{spilled} accesses to spilled registers a q tile"
+    return ""
+
+
+def launched(plan: HopperBackwardPlan) -> tuple[Argument, ...]:
+    """The arguments as they are passed: a tensor is its map, then its shape and its strides."""
+    found: list[Argument] = []
+    ranks = {m.name: 4 for m in plan.tensor_maps} | _SUMS
+    for name, rank in ranks.items():
+        found.append(Argument(name, "tensormap"))
+        found += [Argument(f"{name}_size_{k}", "i32") for k in range(rank)]
+        found += [Argument(f"{name}_stride_{k}", "i64") for k in range(rank)]
+    return (*found, *plan.arguments)
+
+
+def _source(function: Any, plan: HopperBackwardPlan) -> Any:
+    """What Gluon compiles: the function and the types of its arguments."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    types = {}
+    for m in plan.tensor_maps:
+        layout = gl.NVMMASharedLayout(m.swizzle, 16, rank=4)
+        types[m.name] = f"tensordesc<{m.element}[1, 1, {m.rows}, {m.head_dim}],{layout!r}>"
+    line, table = (gl.NVMMASharedLayout(0, 32, rank=rank) for rank in _SUMS.values())
+    types["row_values"] = f"tensordesc<fp32[{2 * plan.config.block_m}],{line!r}>"
+    types["dq_sums"] = f"tensordesc<fp32[{plan.dq_columns // 4}, 256],{table!r}>"
+    types |= {a.name: a.type for a in plan.arguments}
+    if list(types) != list(function.arg_names):
+        raise BackendUnavailable(
+            f"the plan and the text of `{MAIN}` differ in their arguments",
+            hint="this is a defect of scoremod, not of the variant",
+        )
+    return GluonASTSource(function, types)
+
+
+def _tensor_map(made: Mapping[str, Any], element: str) -> TensorMap:
+    return TensorMap(element, tuple(made["block_size"]), made["swizzle"])

@@ -1,0 +1,373 @@
+"""Run the Hopper backward: which calls it takes, its three kernels, their launches.
+
+One kernel gives dq, dk and dv; one before it looks at each row, one after it makes dq of its sums.
+Captures that are read by pairs or along diagonals get their gradients from the portable backward's
+kernels, which also serve every call that this backward does not take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from . import backward_triton
+from .attend_hopper import HEAD_DIMS, copyable, described
+from .attend_triton import in_float32, on_device
+from .backends.compile_hopper import Refused
+from .backends.compile_hopper_backward import compile_plan
+from .backends.compile_triton import Kernel, compile_kernel
+from .backends.hopper import HOPPER
+from .backward_triton import Call, call_of, collected, nothing, over_batch, row_values, sum_others
+from .binding import ELEMENT_OF, Bound
+from .blocks import Blocks
+from .cache import CACHE, fingerprint, key
+from .errors import BackendUnavailable
+from .gradients import Gradients, Result, Wanted
+from .inputs import Inputs, empty_like_q, shared_values
+from .passes.patterns import Pattern, Read
+from .plan import Typed
+from .plan_hopper import padded
+from .plan_hopper_backward import (
+    CONFIGS,
+    FINISH,
+    HALF,
+    MAIN,
+    ROWS,
+    HopperBackwardPlan,
+    SmallPlan,
+    configs_of,
+    finish_plan,
+    hopper_backward_plan,
+    rows_plan,
+    width_of,
+)
+from .plan_triton import Options
+from .plan_triton_backward import learnable, reads_of
+from .ready import Interpreted, Ready, ready
+from .render import render
+from .target import INTERPRETER, Target
+
+Tensor = torch.Tensor
+
+
+def backward(
+    program: Typed, inputs: Inputs, bound: tuple[Bound, ...], result: Result, wanted: Wanted
+) -> Gradients:
+    """The gradients of a call whose forward ran on a Hopper GPU."""
+    call = call_of(program, inputs, bound, result, wanted)
+    if unfit(program, inputs) or unlearned(call.reads) or refusal(call):
+        return backward_triton.backward(program, inputs, bound, result, wanted)
+    with on_device(inputs.q), torch.no_grad():
+        return nothing(call, wanted) if call.is_empty else _gradients(call, wanted)
+
+
+def _gradients(call: Call, wanted: Wanted) -> Gradients:
+    found: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    if wanted.q or wanted.k or wanted.v:
+        found = tensor_gradients(call)
+    by_read: dict[int, Tensor] = {}
+    if call.reads:
+        sum_others(call, row_values(call), by_read)
+    return collected(call, wanted, found, by_read)
+
+
+# -- which calls -------------------------------------------------------------------------------
+
+
+def unfit(program: Typed, inputs: Inputs) -> str:
+    """Why the portable backward has to serve a call on a Hopper GPU; "" for no reason."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    reason = unfit_shape(program, ELEMENT_OF[q.dtype], q.shape[3], v.shape[3])
+    if reason:
+        return reason
+    if inputs.must_repeat:
+        return "deterministic: dq is added up in the order in which programs come"
+    if inputs.kv_lens is not None:
+        return "kv_lens: TMA would copy keys beyond them"
+    if isinstance(inputs.tiles, Blocks):
+        return "tiles= is a list of blocks"
+    if program.bundle:
+        return "bundles hold the portable backward"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not copyable(x):
+            return f"TMA cannot copy {name}: its strides are {x.stride()}"
+    return ""
+
+
+def unfit_shape(program: Typed, element: str, head_dim: int, v_head_dim: int) -> str:
+    """The same of what a kernel is made for."""
+    if element not in ("f16", "bf16"):
+        return f"its products are of 16-bit floats, not of {element}"
+    dims = f"head dims {head_dim} and {v_head_dim}"
+    if not {head_dim, v_head_dim} <= set(HEAD_DIMS):
+        return f"{dims} are not multiples of 8 from 40 to 256"
+    if max(padded(head_dim), padded(v_head_dim)) not in CONFIGS:
+        return f"dk and dv of {dims} take more registers than there are"
+    if not program.one_query_range:
+        return "the queries that see a key are not one range"
+    return ""
+
+
+def unlearned(reads: Sequence[Read]) -> str:
+    """Which captured gradient the portable dq, dk and dv kernels sum as well; "" for none."""
+    for read in reads:
+        if read.pattern in _LINE:
+            return f"the gradient of `{read.capture}` is summed per {_LINE[read.pattern]}"
+    return ""
+
+
+_LINE = {Pattern.ROW: "query", Pattern.COLUMN: "key"}
+
+
+def possible_reads(program: Typed, chosen: Options) -> tuple[Read, ...]:
+    """The reads of all captures that a call may ask gradients of."""
+    learned = learnable(program)
+    return reads_of(program, learned, offset_per_batch=chosen.offset_per_batch) if learned else ()
+
+
+# -- the main kernel ---------------------------------------------------------------------------
+
+# Why there is no kernel, by what decides it and where it would run; "" where there is one.
+_REFUSED: dict[tuple[object, ...], str] = {}
+
+
+def refusal(call: Call) -> str:
+    """Why a call that fits has no kernel, which is compiled to know it; "" if it has one."""
+    what = (call.program.canonical, of_options(call.options), call.device)
+    if what not in _REFUSED:
+        try:
+            main(call)
+            _REFUSED[what] = ""
+        except BackendUnavailable as error:
+            _REFUSED[what] = error.message.partition("\n")[0]
+    return _REFUSED[what]
+
+
+def known_refusal(program: Typed, chosen: Options, target: Target) -> str:
+    """The same without compiling: "" where nothing was tried so far, too."""
+    note = CACHE.note(_refusal_key(program, of_options(chosen), target))
+    return "" if note is None else str(note.get("reason")).partition("\n")[0]
+
+
+def _refusal_key(program: Typed, chosen: Options, target: Target) -> str:
+    return key("refused", fingerprint(), backward_key(program, chosen), target)
+
+
+def of_options(chosen: Options) -> Options:
+    """Options of a portable kernel without what makes no difference here."""
+    return replace(
+        chosen,
+        aligned=True,
+        short=False,
+        positive_scale=True,
+        even=False,
+        stored=False,
+        blocks=False,
+        coarse=False,
+    )
+
+
+def main(call: Call) -> Ready:
+    """The kernel of dq, dk and dv."""
+    program, chosen = call.program, of_options(call.options)
+
+    def build(target: Target) -> Kernel:
+        return compile_unless_refused(program, chosen, target)
+
+    return ready(backward_key(program, chosen), call.device, build, _not_interpreted, "")
+
+
+def _not_interpreted() -> Interpreted:
+    raise BackendUnavailable("Triton's interpreter does not run the Hopper backward")
+
+
+def backward_key(program: Typed, chosen: Options) -> tuple[object, ...]:
+    """What decides the main kernel."""
+    return ("hopper_bwd", program.canonical, chosen)
+
+
+def found(program: Typed, chosen: Options, target: Target) -> Kernel | None:
+    """The main kernel, if it was compiled before."""
+    return CACHE.find(key(fingerprint(), backward_key(program, chosen), target))
+
+
+def compile_unless_refused(program: Typed, chosen: Options, target: Target) -> Kernel:
+    """The main kernel; a refusal takes a minute of assembling, and is kept beside the kernels."""
+    if reason := known_refusal(program, chosen, target):
+        raise Refused(reason, hint="the portable backward runs it")
+    try:
+        return compile_backward(program, chosen, target)
+    except Refused as error:
+        with contextlib.suppress(OSError):
+            note = _refusal_key(program, of_options(chosen), target)
+            CACHE.put_note(note, {"reason": error.message})
+        raise
+
+
+def compile_backward(program: Typed, chosen: Options, target: Target) -> Kernel:
+    """Compile the first configuration that the assembler takes as it was meant."""
+    notes: list[str] = []
+    for plan in plans(program, chosen, target):
+        kernel, complaint = compile_plan(plan, source(plan))
+        notes.append(f"{plan.config}: {complaint or 'taken'}")
+        if not complaint:
+            return replace(kernel, notes=tuple(notes))
+    raise Refused(
+        f"no configuration of the backward of `{program.name}` suits {target}: {'; '.join(notes)}",
+        hint="the portable backward runs it",
+    )
+
+
+def plans(program: Typed, chosen: Options, target: Target) -> list[HopperBackwardPlan]:
+    """The plans to try, the best first."""
+    return [hopper_backward_plan(program, chosen, target, c) for c in configs_of(chosen)]
+
+
+def source(plan: HopperBackwardPlan) -> str:
+    """The main kernel's text."""
+    return render(f"{MAIN}.py", plan, HOPPER)
+
+
+def sources(program: Typed, chosen: Options, target: Target) -> list[str]:
+    """The texts of the three kernels, in their order.
+
+    Of the main one the configuration that was compiled, else the one that is tried first.
+    """
+    tried = plans(program, chosen, target)
+    kernel = found(program, chosen, target)
+    plan = tried[len(kernel.notes) - 1 if kernel is not None else 0]
+    block_m = plan.config.block_m
+    first = rows_plan(chosen, target, block_m, has_grad_lse=False)
+    last = finish_plan(chosen, target, block_m, plan.dq_columns)
+    return [small_source(first), source(plan), small_source(last)]
+
+
+# -- the kernels before and after --------------------------------------------------------------
+
+
+def rows_kernel(call: Call, block_m: int) -> Ready:
+    """The kernel that looks at each row first."""
+    chosen, has_grad_lse = small_options(call.options), call.result.grad_lse is not None
+    return _small(
+        call,
+        (ROWS, chosen, block_m, has_grad_lse),
+        lambda target: rows_plan(chosen, target, block_m, has_grad_lse=has_grad_lse),
+    )
+
+
+def finish_kernel(call: Call, block_m: int, dq_columns: int) -> Ready:
+    """The kernel that makes dq of its sums."""
+    chosen = small_options(call.options)
+    return _small(
+        call,
+        (FINISH, chosen, block_m, dq_columns),
+        lambda target: finish_plan(chosen, target, block_m, dq_columns),
+    )
+
+
+def small_options(chosen: Options) -> Options:
+    """What these kernels are specialised for: nothing of the variant."""
+    return Options(
+        chosen.dtype,
+        chosen.head_dim,
+        chosen.v_head_dim,
+        wide_offsets=chosen.wide_offsets,
+        scale_in_memory=chosen.scale_in_memory,
+    )
+
+
+def _small(call: Call, what: tuple[object, ...], plan: Callable[[Target], SmallPlan]) -> Ready:
+    def interpret() -> Interpreted:
+        made = plan(INTERPRETER)
+        return Interpreted(small_source(made), made.kernel, made.constants)
+
+    return ready(what, call.device, lambda target: compile_small(plan(target)), interpret, "")
+
+
+def small_source(plan: SmallPlan) -> str:
+    """The text of a kernel without products."""
+    return render(f"{plan.kernel}.py", plan, HOPPER)
+
+
+def compile_small(plan: SmallPlan) -> Kernel:
+    """Render and compile a kernel without products."""
+    return compile_kernel(
+        small_source(plan),
+        plan.kernel,
+        plan.arguments,
+        plan.constants,
+        plan.target,
+        num_warps=4,
+        num_stages=1,
+        aligned=True,
+        even=False,
+        fp_fusion=True,
+    )
+
+
+# -- the call ----------------------------------------------------------------------------------
+
+
+def tensor_gradients(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv."""
+    kernel, q, k, v = main(call), call.inputs.q, call.inputs.k, call.inputs.v
+    batch, kv_heads, kv_len, _ = k.expand(q.shape[0], -1, -1, -1).shape
+    do = as_copyable(call.grad_out)
+    rows, sums = look_at_rows(call, do, kernel.block_m)
+    dk, dv = (empty_like_q(x.expand(batch, -1, -1, -1), x.shape[3]) for x in (k, v))
+    programs = -(-kv_len // kernel.block_n) * batch * kv_heads
+    kernel.run(programs, arguments(call, do, (dk, dv), (rows, sums)))
+    return finished(call, sums, kernel), over_batch(dk, k), over_batch(dv, v)
+
+
+def as_copyable(x: Tensor) -> Tensor:
+    """x as TMA can copy it; anything else is copied once."""
+    return x if copyable(x) else x.contiguous()
+
+
+def q_tiles_of(call: Call, block_m: int) -> int:
+    """How many q tiles there are, of all heads."""
+    batch, q_heads, q_len, _ = call.inputs.q.shape
+    return -(-q_len // block_m) * batch * q_heads
+
+
+def look_at_rows(call: Call, do: Tensor, block_m: int) -> tuple[Tensor, Tensor]:
+    """Row values, float32 [q tiles of all heads * 2 * block_m], and cleared sums of dq [., 256]."""
+    result, tiles = call.result, q_tiles_of(call, block_m)
+    floats: dict[str, Any] = {"dtype": torch.float32, "device": call.device}
+    rows = torch.empty(tiles * 2 * block_m, **floats)
+    sums = torch.empty(tiles * block_m * width_of(call.options) // 256, 256, **floats)
+    o, lse = as_copyable(result.out.detach()), result.lse.contiguous()
+    grad_lse = lse if result.grad_lse is None else result.grad_lse.to(torch.float32)
+    values: list[Any] = [o, do, lse, grad_lse, rows, sums]
+    values += [*o.stride()[:3], *do.stride()[:3], *grad_lse.stride()]
+    _, q_heads, q_len, _ = call.inputs.q.shape
+    rows_kernel(call, block_m).run(tiles, [*values, q_len, q_heads])
+    return rows, sums
+
+
+def arguments(
+    call: Call, do: Tensor, made: tuple[Tensor, Tensor], scratch: tuple[Tensor, Tensor]
+) -> list[Any]:
+    """The run-time arguments of the main kernel, in its order; `made` are dk and dv."""
+    inputs = call.inputs
+    given = (inputs.q.detach(), inputs.k.detach(), inputs.v.detach(), do)
+    values: list[Any] = []
+    for x in (*given, *made, *scratch):
+        values += described(x)
+    values.append(in_float32(inputs.scale))
+    return values + shared_values(inputs.q_offset, inputs.kv_lens, call.bound)
+
+
+def finished(call: Call, sums: Tensor, kernel: Ready) -> Tensor:
+    """dq out of its sums."""
+    q, block_m = call.inputs.q, kernel.block_m
+    dq = empty_like_q(q, q.shape[3])
+    last = finish_kernel(call, block_m, kernel.constants["DQ_COLUMNS"])
+    values = [sums, dq, *dq.stride()[:3], in_float32(call.inputs.scale), q.shape[2], q.shape[1]]
+    last.run(q_tiles_of(call, block_m) * (block_m // HALF), values)
+    return dq

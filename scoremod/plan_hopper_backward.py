@@ -1,0 +1,341 @@
+"""The decisions of the Hopper backward: the kernels before and after, and configurations to try.
+
+One kernel gives dq, dk and dv: a program owns a kv tile and sums dk and dv in registers; dq is
+added up in memory, in float32. As in the forward, the first configuration of a table that the
+assembler takes as it was meant is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .analysis.ranges import solve
+from .ir.expr import ONE, postorder
+from .ir.ops import Op, Type
+from .passes.derivative import d_ds
+from .plan import DeviceFunction, Param, Typed, with_kernel_names
+from .plan_hopper import TensorMap, padded
+from .plan_triton import (
+    ELEMENT_BYTES,
+    POINTER_TYPE,
+    Argument,
+    Options,
+    scalars_in_memory,
+    shared_arguments,
+)
+from .plan_triton_backward import Slope, is_tame, query_range, score_function, strides
+from .target import Target
+
+ROWS, MAIN, FINISH = "attention_bwd_rows", "attention_bwd", "attention_bwd_finish"
+CONSUMERS = 2
+BLOCK_N = 128  # keys of both consumers
+# Queries whose scores are in registers at a time: more do not fit beside dk and dv.
+HALF = 64
+STAGES = 2  # of q and do; 3 were no faster (noop 491 beside 499, causal 471 beside 484)
+# Registers of a thread: of consumers, and of the warps that fetch and that add up, which are padded
+# to a warpgroup.
+CONSUMER_REGISTERS, WARP_REGISTERS = 240, 24
+# Heads whose programs take turns: their q, do and sums of dq stay in L2. 2, 4 and 8 were equal.
+HEADS_TOGETHER = 4
+# Accesses to spilled registers in a loop over q tiles that the timed kernels have: partial tiles
+# without a mask 19 (head dim 64), of a soft-cap 14 (head dim 128).
+SPILLS = 20
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How the consumers of the backward overlap what they do."""
+
+    block_m: int  # queries of a step: HALF, or two halves in turns
+    early_scores: bool  # the next q k^T runs while dq leaves
+    # Left operands that stay in registers: shared memory, which products read from, is what limits.
+    k_in_registers: bool = False
+    v_in_registers: bool = False
+
+    def __str__(self) -> str:
+        words = [f"{self.block_m} queries by {BLOCK_N} keys"]
+        words += ["scores early"] if self.early_scores else []
+        words += ["k in registers"] if self.k_in_registers else []
+        words += ["v in registers"] if self.v_in_registers else []
+        return ", ".join(words)
+
+
+_SINGLE = BackwardConfig(HALF, early_scores=True)
+_PAIR = BackwardConfig(2 * HALF, early_scores=True)
+
+# By padded head dim (the wider of the two); the best first. TFLOP/s of the pairs that the mask
+# keeps, on one H200, bf16, 2x16x8192x128 and 1x32x16384x64, pre- and postprocess included.
+CONFIGS: dict[int, tuple[BackwardConfig, ...]] = {
+    # Full 471, causal 465 (cuDNN 387, 358); with v in registers 452, 428; with neither 405, 416.
+    64: (
+        replace(_PAIR, k_in_registers=True, v_in_registers=True),
+        replace(_PAIR, v_in_registers=True),
+        _PAIR,
+    ),
+    # Full 499, causal 484, ALiBi 510, soft-cap 467 (cuDNN 485, 429); without early scores 481, 450,
+    # 444, 430.
+    128: (_SINGLE, replace(_SINGLE, early_scores=False)),
+}
+
+
+@dataclass(frozen=True)
+class QSegment:
+    """A loop over q tiles of one kind."""
+
+    title: str
+    # As the kernel says it:
+    start: str
+    end: str
+    tile: str  # the number of the t-th tile
+    masked: bool
+
+
+_SEGMENTS = (
+    QSegment(
+        title="partial tiles: masked pair by pair",
+        start="0",
+        end="partial_count",
+        tile="partial_tile(t, first, full_first, full_end)",
+        masked=True,
+    ),
+    QSegment(
+        title="full tiles: every pair attends",
+        start="partial_count",
+        end="count",
+        tile="full_tile(t - partial_count, turn, full_first, full_end)",
+        masked=False,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class HopperBackwardPlan:
+    """The kernel that gives dq, dk and dv."""
+
+    title: str
+    comments: tuple[str, ...]
+    target: Target
+    options: Options
+    functions: tuple[DeviceFunction, ...]
+    score: DeviceFunction | None  # None where it is s
+    results: str  # the names that the score's function gives
+    score_without_s: bool  # its value may be no tile
+    slope: Slope | None  # of the score by s, unless it is 1
+    mask: DeviceFunction | None
+    queries: DeviceFunction | None  # the first and last query that see a key, with a mask
+    params: tuple[Param, ...]
+    arguments: tuple[Argument, ...]  # after the tensors
+    config: BackwardConfig
+    block_d: int
+    block_dv: int
+
+    @property
+    def scalars_in_memory(self) -> tuple[Argument, ...]:
+        return scalars_in_memory(self.params)
+
+    @property
+    def exact(self) -> bool:
+        return self.options.precision == "exact"
+
+    @property
+    def propagates_nan(self) -> bool:
+        """Whether a score or mask names that: minima and maxima of floats give nan for nan."""
+        nodes = postorder(*(root for f in self.functions for root in f.body))
+        return any(
+            n.op is Op.SOFTPLUS or (n.op in (Op.MIN, Op.MAX) and n.type is Type.FLOAT)
+            for n in nodes
+        )
+
+    @property
+    def every_query(self) -> bool:
+        """Whether all queries see all keys of the tensor."""
+        return self.mask is None
+
+    @property
+    def block_n(self) -> int:
+        return BLOCK_N
+
+    @property
+    def rows(self) -> int:
+        return BLOCK_N // CONSUMERS
+
+    @property
+    def half(self) -> int:
+        return HALF
+
+    @property
+    def stages(self) -> int:
+        return STAGES
+
+    @property
+    def single(self) -> bool:
+        """Whether a step has one half."""
+        return self.config.block_m == HALF
+
+    @property
+    def pair(self) -> bool:
+        return not self.single
+
+    @property
+    def scores_in_turn(self) -> bool:
+        """Whether q k^T of a tile is computed in its own step."""
+        return not self.config.early_scores
+
+    @property
+    def k_in_shared(self) -> bool:
+        return not self.config.k_in_registers
+
+    @property
+    def v_in_shared(self) -> bool:
+        return not self.config.v_in_registers
+
+    @property
+    def dq_columns(self) -> int:
+        """Of 64 queries: consumers share the columns of one half, or take a half each."""
+        return self.block_d // CONSUMERS if self.single else self.block_d
+
+    @property
+    def ds_tiles(self) -> int:
+        """Tiles of ds: of each consumer and half, of this step and of the one before."""
+        return 2 * CONSUMERS * (self.config.block_m // HALF)
+
+    @property
+    def q_segments(self) -> tuple[QSegment, ...]:
+        return _SEGMENTS
+
+    @property
+    def heads_together(self) -> int:
+        return HEADS_TOGETHER
+
+    @property
+    def consumers(self) -> range:
+        return range(CONSUMERS)
+
+    @property
+    def worker_registers(self) -> list[int]:
+        """Of the second consumer, of the warp that fetches and of the one that adds up."""
+        return [CONSUMER_REGISTERS, WARP_REGISTERS, WARP_REGISTERS]
+
+    @property
+    def tensor_maps(self) -> tuple[TensorMap, ...]:
+        element = POINTER_TYPE[self.options.dtype].removeprefix("*")
+        block_m, rows = self.config.block_m, self.rows
+        return (
+            TensorMap("q", element, block_m, self.block_d),
+            TensorMap("k", element, rows, self.block_d),
+            TensorMap("v", element, rows, self.block_dv),
+            TensorMap("do", element, block_m, self.block_dv),
+            TensorMap("dk", element, rows, self.block_d),
+            TensorMap("dv", element, rows, self.block_dv),
+        )
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that the tiles take."""
+        widths, queries = self.block_d + self.block_dv, STAGES * self.config.block_m
+        halves = (BLOCK_N + queries) * widths + self.ds_tiles * self.rows * HALF
+        floats = CONSUMERS * HALF * self.dq_columns + 2 * queries
+        return halves * ELEMENT_BYTES[self.options.dtype] + 4 * floats
+
+
+def hopper_backward_plan(
+    program: Typed, options: Options, target: Target, config: BackwardConfig
+) -> HopperBackwardPlan:
+    """Decide the main kernel for one configuration."""
+    program = with_kernel_names(program, "triton", "hopper")
+    slope = d_ds(program.given_score)
+    score, results = score_function(program, slope, ())
+    mask, queries = program.mask_function, None
+    if mask is not None:
+        (piece,) = solve(program.given_mask, "i")
+        queries = query_range(piece, f"{program.name}_queries_0", program.params)
+    return HopperBackwardPlan(
+        title=f"Attention backward for `{program.name}`: Gluon, {target}",
+        comments=program.text,
+        target=target,
+        options=options,
+        functions=tuple(f for f in (score, mask, queries) if f is not None),
+        score=score,
+        results=results,
+        score_without_s=score is not None and "s" not in score.body[0].names,
+        slope=None if slope == ONE else Slope(is_tame(slope)),
+        mask=mask,
+        queries=queries,
+        params=program.params,
+        arguments=(
+            Argument("sm_scale", "*fp32" if options.scale_in_memory else "fp32"),
+            *shared_arguments(program.params, options),
+        ),
+        config=config,
+        block_d=width_of(options),
+        block_dv=width_of(options),
+    )
+
+
+def width_of(options: Options) -> int:
+    """The padded head dim of q and k, and of v: the wider of the two serves both."""
+    return max(padded(options.head_dim), padded(options.v_head_dim))
+
+
+def configs_of(options: Options) -> tuple[BackwardConfig, ...]:
+    """The configurations for a call, the best first."""
+    return CONFIGS[width_of(options)]
+
+
+# -- the kernels before and after --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SmallPlan:
+    """A kernel of the Hopper backward without products, in portable Triton."""
+
+    kernel: str
+    title: str
+    target: Target
+    options: Options
+    arguments: tuple[Argument, ...]
+    constants: dict[str, int]
+    has_grad_lse: bool = False
+    functions: tuple[DeviceFunction, ...] = ()
+
+
+def rows_plan(options: Options, target: Target, block_m: int, *, has_grad_lse: bool) -> SmallPlan:
+    """Decide the kernel that looks at each row first."""
+    tensor, offset = POINTER_TYPE[options.dtype], "i64" if options.wide_offsets else "i32"
+    names = ("lse", "grad_lse", "row_values", "dq_sums")
+    found = [Argument("o", tensor), Argument("do", tensor), *(Argument(n, "*fp32") for n in names)]
+    found += strides(("o", "do", "grad_lse"), offset)
+    return SmallPlan(
+        ROWS,
+        f"What the backward needs of each row: Triton, {target}",
+        target,
+        options,
+        (*found, Argument("q_len", "i32"), Argument("q_heads", "i32")),
+        {
+            "V_HEAD_DIM": options.v_head_dim,
+            "BLOCK_D": width_of(options),
+            "BLOCK_DV": width_of(options),
+            "BLOCK_M": block_m,
+        },
+        has_grad_lse,
+    )
+
+
+def finish_plan(options: Options, target: Target, block_m: int, dq_columns: int) -> SmallPlan:
+    """Decide the kernel that makes dq of its sums."""
+    tensor, offset = POINTER_TYPE[options.dtype], "i64" if options.wide_offsets else "i32"
+    found = [Argument("dq_sums", "*fp32"), Argument("dq", tensor), *strides(("dq",), offset)]
+    found.append(Argument("sm_scale", "*fp32" if options.scale_in_memory else "fp32"))
+    return SmallPlan(
+        FINISH,
+        f"dq out of its sums: Triton, {target}",
+        target,
+        options,
+        (*found, Argument("q_len", "i32"), Argument("q_heads", "i32")),
+        {
+            "HEAD_DIM": options.head_dim,
+            "BLOCK_D": width_of(options),
+            "BLOCK_M": block_m,
+            "DQ_COLUMNS": dq_columns,
+        },
+    )

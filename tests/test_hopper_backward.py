@@ -1,0 +1,366 @@
+"""The Hopper backward: which calls it takes, what it renders, that it compiles, what it gives."""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+import os
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from scoremod import Variant, backward_hopper, parse, variants
+from scoremod.backends.compile_hopper import spills_in_loops
+from scoremod.backends.compile_hopper_backward import complaint, launched
+from scoremod.backends.compile_triton import Kernel, Report, softmax_loops
+from scoremod.backward_triton import call_of
+from scoremod.cache import Cache
+from scoremod.errors import BackendUnavailable
+from scoremod.gradients import Result, Wanted
+from scoremod.inputs import Inputs, check_inputs
+from scoremod.plan import Typed, assumed_params, typed
+from scoremod.plan_hopper_backward import (
+    CONFIGS,
+    CONSUMER_REGISTERS,
+    SPILLS,
+    WARP_REGISTERS,
+    HopperBackwardPlan,
+)
+from scoremod.plan_triton import Options
+from scoremod.target import parse_target
+
+H200 = parse_target("cuda:90")
+NOOP = parse("variant noop() { mask True }")
+FIVE: dict[str, Variant] = {
+    "noop": NOOP,
+    "causal": variants.causal,
+    "alibi": variants.alibi & variants.causal,
+    "softcap": variants.softcap & variants.causal,
+    "window": variants.sliding_window,
+}
+
+
+def program(variant: Variant) -> Typed:
+    return typed(variant._program, assumed_params(variant._program), ("what the user wrote",))
+
+
+def options(head_dim: int, v_head_dim: int | None = None, dtype: str = "bf16") -> Options:
+    return backward_hopper.of_options(Options(dtype, head_dim, v_head_dim or head_dim))
+
+
+def plans(variant: Variant, head_dim: int = 128, **changes: Any) -> list[HopperBackwardPlan]:
+    return backward_hopper.plans(program(variant), replace(options(head_dim), **changes), H200)
+
+
+# -- which calls it takes ----------------------------------------------------------------------
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def inputs_of(*, q: torch.Tensor | None = None, **call: Any) -> Inputs:
+    """[2, 4, 128, 64] in bf16 unless told otherwise."""
+    q = empty(2, 4, 128, 64) if q is None else q
+    k = call.pop("k", q)
+    v = call.pop("v", k)
+    found = check_inputs(
+        q, k, v, scale=None, q_offset=0, kv_lens=call.pop("kv_lens", None), precision="auto"
+    )
+    return replace(found, **call)
+
+
+def reason(variant: Variant = NOOP, **call: Any) -> str:
+    return backward_hopper.unfit(program(variant), inputs_of(**call))
+
+
+GROUPED = empty(1, 2, 128, 64)
+TAKEN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "a window": {"variant": variants.sliding_window},
+    "grouped heads, k and v of batch 1": {"k": GROUPED},
+    "heads behind the length": {"q": empty(2, 128, 4, 64).transpose(1, 2)},
+    "a head dim that is padded": {"q": empty(2, 4, 128, 72)},
+    "another head dim of v": {"q": empty(2, 4, 128, 64), "v": empty(2, 4, 128, 128)},
+}
+NOT_TAKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "float32": ({"q": empty(2, 4, 128, 64, dtype=torch.float32)}, "16-bit floats, not of f32"),
+    "odd head dims": ({"q": empty(2, 4, 128, 100)}, "head dims 100 and 100 are not multiples"),
+    "large head dims": ({"q": empty(2, 4, 128, 192)}, "192 and 192 take more registers than"),
+    "kv_lens": ({"kv_lens": torch.ones(2, dtype=torch.int32)}, "kv_lens: TMA would copy"),
+    "the same bits": ({"deterministic": True}, "deterministic: dq is added up in the order"),
+    "documents": ({"variant": variants.document}, "queries that see a key are not one range"),
+    "two ranges": (
+        {"variant": parse("variant v() { mask i < 4 or j == i }")},
+        "queries that see a key are not one range",
+    ),
+    "an expanded head": ({"k": empty(2, 1, 128, 64).expand(2, 4, 128, 64)}, "TMA cannot copy k"),
+    "columns apart": ({"v": empty(2, 4, 128, 128)[..., ::2]}, "TMA cannot copy v"),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_calls_that_are_taken(name: str) -> None:
+    assert reason(**TAKEN[name]) == ""
+
+
+@pytest.mark.parametrize("name", NOT_TAKEN)
+def test_calls_that_are_not_taken_say_why(name: str) -> None:
+    call, words = NOT_TAKEN[name]
+    assert re.search(words, reason(**call))
+
+
+def test_deterministic_follows_torch_unless_told() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert reason().startswith("deterministic") and reason(deterministic=False) == ""
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("variant", "words"),
+    [
+        (variants.alibi, "the gradient of `slopes` is summed per query"),
+        (
+            parse("variant v(t: f32[Lk]) { score s + t[j] }"),
+            "the gradient of `t` is summed per key",
+        ),
+        (variants.t5_bias, ""),
+    ],
+    ids=["per query", "per key", "along diagonals"],
+)
+def test_captures_that_the_portable_kernels_sum_beside_dq_dk_and_dv(
+    variant: Variant, words: str
+) -> None:
+    reads = backward_hopper.possible_reads(program(variant), options(64))
+    assert reads and backward_hopper.unlearned(reads) == words
+
+
+def test_explain_says_what_computes_gradients() -> None:
+    said = FIVE["alibi"].explain(head_dim=128)
+    assert "  backward dq, dk and dv in one kernel: 64 queries by 128 keys, scores early" in said
+    assert "  backward portable with learned captures: the gradient of `slopes` is summed" in said
+    said = variants.causal.explain(head_dim=256)
+    assert "  backward portable: dk and dv of head dims 256 and 256 take more registers" in said
+    assert "backward" not in variants.causal.explain(head_dim=128, target="cuda:80")
+
+
+# -- configurations ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_every_configuration_fits_the_multiprocessor(head_dim: int) -> None:
+    made = plans(variants.causal, head_dim)
+    assert tuple(p.config for p in made) == CONFIGS[max(64, 128 * (head_dim > 64))]
+    # Two consumers, and two warps that are padded to a warpgroup.
+    assert 128 * (2 * CONSUMER_REGISTERS + WARP_REGISTERS) <= 2**16
+    for plan in made:
+        assert plan.shared + 1024 <= H200.shared
+        # Both consumers together give the dq of a step.
+        assert 2 * 64 * plan.dq_columns == plan.config.block_m * plan.block_d
+
+
+@pytest.mark.parametrize(
+    ("complaints", "taken"), [((), 0), (("spilled",), 1), (("spilled", "serialised"), 2)]
+)
+def test_a_configuration_that_does_badly_is_followed_by_the_next(
+    complaints: tuple[str, ...], taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = iter((*complaints, ""))
+    monkeypatch.setattr(backward_hopper, "compile_plan", lambda plan, text: (kernel(), next(said)))
+    found = backward_hopper.compile_backward(program(NOOP), options(64), H200)
+    configs = CONFIGS[64]
+    assert found.notes == (
+        *(f"{configs[k]}: {complaint}" for k, complaint in enumerate(complaints)),
+        f"{configs[taken]}: taken",
+    )
+
+
+def test_no_configuration_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_hopper, "compile_plan", lambda plan, text: (kernel(), "spilled"))
+    with pytest.raises(
+        BackendUnavailable, match=r"no configuration of the backward of `noop` suits cuda:90.*spill"
+    ):
+        backward_hopper.compile_backward(program(NOOP), options(128), H200)
+
+
+def test_a_refusal_is_remembered_by_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(backward_hopper, "CACHE", Cache(tmp_path))
+    tried = []
+
+    def compile_plan(plan: HopperBackwardPlan, text: str) -> tuple[Kernel, str]:
+        tried.append(plan.config)
+        return kernel(), "spilled"
+
+    monkeypatch.setattr(backward_hopper, "compile_plan", compile_plan)
+    known = program(NOOP)
+    assert backward_hopper.known_refusal(known, options(64), H200) == ""
+    for _ in range(2):
+        with pytest.raises(BackendUnavailable, match="no configuration of the backward"):
+            backward_hopper.compile_unless_refused(known, options(64), H200)
+    assert tuple(tried) == CONFIGS[64]
+    assert backward_hopper.known_refusal(known, options(64), H200).startswith("no configuration")
+
+
+def kernel() -> Kernel:
+    from test_launch import kernel as made
+
+    return made()
+
+
+def test_what_the_assembler_may_complain_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plans(NOOP)[0]
+
+    def said(warnings: tuple[str, ...] = (), shared: int = 2**17, spilled: int = 0) -> str:
+        monkeypatch.setattr(
+            "scoremod.backends.compile_hopper_backward.spills_in_loops", lambda image: spilled
+        )
+        report = Report(168, spilled, warnings)
+        metadata = SimpleNamespace(shared=shared)
+        return complaint(SimpleNamespace(metadata=metadata, image=b"", report=report), plan)
+
+    note = "ptxas info : (C7512) Potential Performance Loss: wgmma.mma_async are serialized due to"
+    assert said((note,)) == "its products would run one after the other"
+    assert said(shared=2**18) == "262144 bytes of shared memory"
+    assert said(spilled=SPILLS) == "" and said(spilled=SPILLS + 1).startswith("21 accesses to")
+    with pytest.raises(BackendUnavailable, match=r"needs more registers.*201 accesses"):
+        said(spilled=201)
+
+
+# -- what is rendered --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FIVE)
+def test_the_text_is_gluon_alone(name: str) -> None:
+    for plan in plans(FIVE[name], 64) + plans(FIVE[name], scale_in_memory=True):
+        text = backward_hopper.source(plan)
+        tree = ast.parse(text)
+        functions = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
+        found = {f.name: ast.unparse(f.decorator_list[0]) for f in functions}
+        # Gluon has no name for adding to memory by TMA: that step is a builtin of its own.
+        assert found.pop("add_to") == "builtin" and set(found.values()) == {"gluon.jit"}
+        assert functions[-1].name == "attention_bwd"
+        assert not re.search(r"\btl\b|\btriton\.jit\b", text)
+
+
+def test_a_mask_and_a_slope_cost_only_where_they_are() -> None:
+    text = backward_hopper.source(plans(FIVE["softcap"])[0])
+    assert re.findall(r"WHO, (True|False),", text) == ["True", "False"]
+    assert "w = p * slope" in text
+    assert "w = p\n" in backward_hopper.source(plans(variants.causal)[0])
+    assert "chained(p, slope)" in backward_hopper.source(
+        plans(parse("variant v() { score sqrt(s) }"))[0]
+    )
+
+
+def test_arguments_reach_the_kernel_in_its_order() -> None:
+    variant = FIVE["alibi"]
+    plan = plans(variant, 64)[0]
+    names = [a.name for a in launched(plan)]
+    inputs = replace(inputs_of(), scale=0.5, q_offset=7)
+    known, bound = variant._bind({"slopes": torch.rand(4)}, inputs.sizes, inputs.q.device)
+    result = Result(inputs.q, torch.empty(2, 4, 128), inputs.q, None)
+    call = call_of(variant._type(known, bound), inputs, bound, result, Wanted(True, True, True))
+    rows, sums = torch.empty(8), torch.empty(3, 256)
+    values = backward_hopper.arguments(call, inputs.q, (inputs.k, inputs.v), (rows, sums))
+    given = dict(zip(names, values, strict=True))
+    assert (given["q_size_1"], given["dk_stride_2"], given["sm_scale"]) == (4, 64, 0.5)
+    assert (given["q_offset"], given["slopes_size_0"]) == (7, 4)
+    assert given["row_values"] is rows and given["dq_sums_size_0"] == 3
+
+
+def test_one_kernel_serves_all_lengths_and_scales() -> None:
+    q, found = empty(1, 2, 1024, 64), set()
+    for length in (17, 128, 333, 1024):
+        inputs = replace(inputs_of(q=q[:, :, :length]), scale=float(length - 100))
+        result = Result(inputs.q, torch.empty(1, 2, length), inputs.q, None)
+        call = call_of(program(NOOP), inputs, (), result, Wanted(True, True, True))
+        found.add(backward_hopper.of_options(call.options))
+    assert len(found) == 1
+
+
+# -- compiling ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[Callable[..., Any]]:
+    """Call a function in a process where Triton's interpreter was never asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            pool.submit(os.getpid).result()
+            yield lambda function, *args: pool.submit(function, *args).result()
+
+
+def compiled(
+    name: str, head_dim: int, dtype: str, changes: dict[str, Any]
+) -> tuple[Kernel, int, int]:
+    """A variant's kernel, its loops over q tiles, and the most spills in one."""
+    chosen = replace(options(head_dim, dtype=dtype), **changes)
+    made = backward_hopper.compile_backward(program(FIVE[name]), chosen, H200)
+    return made, len(softmax_loops(made.image)), spills_in_loops(made.image)
+
+
+def check(found: tuple[Kernel, int, int], name: str, head_dim: int) -> None:
+    made, loops, spills = found
+    first = plans(FIVE[name], head_dim)[0]
+    assert made.notes == (f"{first.config}: taken",) and spills <= SPILLS
+    assert loops == 2 * len(first.q_segments)
+    assert made.shared <= H200.shared and made.cluster == (1, 1, 1)
+    # Two consumers; the warps that fetch and that add up are padded to a warpgroup.
+    assert made.num_warps == 12
+    assert [m.element for m in made.tensor_maps] == [first.options.dtype] * 6 + ["f32"] * 2
+
+
+def compiled_small() -> list[Kernel]:
+    """The kernels before and after, for head dim 72 and half tiles."""
+    first = backward_hopper.rows_plan(options(72, 64), H200, 128, has_grad_lse=True)
+    last = backward_hopper.finish_plan(options(72, 64), H200, 128, 128)
+    return [backward_hopper.compile_small(plan) for plan in (first, last)]
+
+
+def test_the_kernels_before_and_after_compile(apart: Callable[..., Any]) -> None:
+    for made in apart(compiled_small):
+        assert made.spills == 0 and made.shared <= H200.shared
+
+
+# What a call may bring besides: long lengths, offsets and a scale in memory.
+LARGE = {
+    "small": False,
+    "wide_offsets": True,
+    "offset_per_batch": True,
+    "scale_in_memory": True,
+}
+
+
+# The rest is for `make compile-all`: a kernel takes 8 s.
+@pytest.mark.parametrize(
+    ("name", "head_dim", "changes"),
+    [("noop", 64, {}), ("window", 128, LARGE)],
+    ids=["noop", "window in 64 bits"],
+)
+def test_kernels_compile_as_they_were_meant(
+    apart: Callable[..., Any], name: str, head_dim: int, changes: dict[str, Any]
+) -> None:
+    check(apart(compiled, name, head_dim, "bf16", changes), name, head_dim)
+
+
+@pytest.mark.compile_all
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", FIVE)
+def test_five_kernels_compile_as_they_were_meant(
+    apart: Callable[..., Any], name: str, head_dim: int, dtype: str
+) -> None:
+    made, loops, spills = apart(compiled, name, head_dim, dtype, {})
+    assert spills <= SPILLS and loops == 4, made.notes

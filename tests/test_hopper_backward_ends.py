@@ -1,0 +1,111 @@
+"""The Hopper backward around its main kernel, in Triton's interpreter or on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import NOOP, on
+
+from scoremod import attend_triton, backward_hopper, backward_triton, variants
+from scoremod.backward_triton import Call, call_of
+from scoremod.gradients import Gradients, Result, Wanted
+from scoremod.inputs import check_inputs
+from scoremod.plan import typed
+
+ALL = Wanted(True, True, True)
+
+# -- a call that it does not take, in Triton's interpreter -------------------------------------
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the main kernel")
+
+
+def recorded(q: torch.Tensor, **call: Any) -> Call:
+    """A causal backward: q, k and v [B, H, L, D] are the same."""
+    inputs = check_inputs(q, q, q, scale=None, q_offset=0, kv_lens=None, precision="auto")
+    known = typed(variants.causal._program, ())
+    out, lse = attend_triton.attend(known, inputs, ())
+    result = Result(out, lse, torch.randn_like(out), None)
+    return call_of(known, replace(inputs, **call), (), result, ALL)
+
+
+def made_up() -> Call:
+    """A backward of an output and an LSE out of thin air; rows 0 to 20 have no keys."""
+    torch.manual_seed(0)
+    q, out, do = on("triton", torch.randn(3, 2, 3, 150, 72).half())
+    lse, dlse = on("triton", torch.randn(2, 2, 3, 150))
+    lse[..., :21] = float("-inf")
+    result = Result(out, lse, do, dlse)
+    inputs = check_inputs(q, q, q, scale=None, q_offset=0, kv_lens=None, precision="auto")
+    return call_of(typed(NOOP._program, ()), inputs, (), result, ALL)
+
+
+def both(call: Call) -> tuple[Gradients, Gradients]:
+    given = (call.program, call.inputs, call.bound, call.result, ALL)
+    return backward_hopper.backward(*given), backward_triton.backward(*given)
+
+
+@interpreted
+def test_what_it_does_not_take_the_portable_kernels_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q = on("triton", torch.randn(1, 2, 40, 64).half())
+    asked = []
+    monkeypatch.setattr(backward_hopper, "main", lambda call: asked.append(call))
+    mine, portable = both(recorded(q, deterministic=True))
+    assert not asked and torch.equal(mine.q, portable.q) and torch.equal(mine.k, portable.k)
+
+
+@interpreted
+def test_without_a_kernel_the_portable_ones_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main kernel does not run in the interpreter: as where no configuration suits."""
+    monkeypatch.setattr(backward_hopper, "_REFUSED", {})
+    call = recorded(on("triton", torch.randn(1, 2, 40, 64).half()))
+    mine, portable = both(call)
+    assert torch.equal(mine.q, portable.q) and torch.equal(mine.v, portable.v)
+    assert "interpreter" in backward_hopper.refusal(call)
+
+
+# -- the kernels before and after, in Triton's interpreter -------------------------------------
+
+
+def in_place(column: int) -> int:
+    """Where a tile of 64 row values has that of a column: 16 for each of four threads."""
+    return column % 8 // 2 * 16 + column // 8 * 2 + column % 2
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_what_the_backward_needs_of_each_row(block_m: int) -> None:
+    call = made_up()
+    rows, sums = backward_hopper.look_at_rows(call, call.grad_out, block_m)
+    assert sums.abs().max() == 0 and sums.numel() == -(-150 // block_m) * block_m * 6 * 128
+    order = [in_place(m % 64) + m // 64 * 64 for m in range(block_m)]
+    lse, delta = rows.view(2, 3, -1, 2, block_m)[..., order].unbind(3)
+    lse, delta = lse.flatten(2), delta.flatten(2)
+    result = call.result
+    empty_rows = result.lse == float("-inf")
+    assert int(empty_rows.sum()) == 2 * 3 * 21
+    wanted = (result.out.float() * result.grad_out.float()).sum(3) - result.grad_lse
+    wanted = torch.where(empty_rows, 0.0, wanted)
+    torch.testing.assert_close(delta[..., :150], wanted, rtol=1e-5, atol=1e-5)
+    base2 = torch.where(empty_rows, float("inf"), result.lse * 1.4426950408889634)
+    torch.testing.assert_close(lse[..., :150], base2)
+    assert (lse[..., 150:] == float("inf")).all() and (delta[..., 150:] == 0).all()
+
+
+@pytest.mark.parametrize(("block_m", "columns"), [(64, 64), (128, 128)])
+def test_dq_out_of_its_sums(block_m: int, columns: int) -> None:
+    call = made_up()
+    tiles = backward_hopper.q_tiles_of(call, block_m)
+    dq = on("triton", torch.randn(2, 3, tiles * block_m // 6, 128))
+    # As a product's threads hold it: warp, half, row, chunk, pair, column of each 64 x columns.
+    parts = dq.view(-1, 64, 128 // columns, columns).transpose(1, 2).reshape(-1, 64, columns)
+    parts = parts.view(-1, 4, 2, 8, columns // 8, 4, 2).permute(0, 4, 1, 3, 5, 2, 6)
+    sums = parts.reshape(-1, 256).contiguous()
+    kernel = SimpleNamespace(block_m=block_m, constants={"DQ_COLUMNS": columns})
+    found = backward_hopper.finished(call, sums, kernel)
+    scale = call.inputs.scale
+    torch.testing.assert_close(found, (dq[:, :, :150, :72] * scale).half())
