@@ -401,6 +401,7 @@ def _answer_of(worker: Worker, device: str, *, arrived: bool) -> Answer | None:
         try:
             answer: Answer = worker.line.recv()
         except (EOFError, ConnectionResetError):
+            worker.process.join(5)
             return worker.lost(device, f"ended with code {worker.process.exitcode}")
         return answer
     if time.monotonic() - worker.since > JOB_SECONDS:

@@ -16,7 +16,7 @@ from typing import Any
 
 import fuzz_variants
 import torch
-from gradient_cases import leaf, weights
+from gradient_cases import weights
 from torch import Tensor
 
 from scoremod import reference
@@ -50,8 +50,8 @@ Results = dict[str, Tensor]
 
 def results(attend: Any, call: Call, qkv: tuple[Tensor, ...]) -> Results:
     """out, lse and gradients by name, of whatever computes attention."""
-    leaves = dict(zip(("dq", "dk", "dv"), map(leaf, qkv), strict=True))
-    learned = {name: leaf(call.captures[name]) for name in call.learned}
+    leaves = dict(zip(("dq", "dk", "dv"), map(_leaf, qkv), strict=True))
+    learned = {name: _leaf(call.captures[name]) for name in call.learned}
     out, lse = attend(*leaves.values(), **call.options, **{**call.captures, **learned})
     leaves |= learned
     total = _loss(out, lse)
@@ -59,6 +59,11 @@ def results(attend: Any, call: Call, qkv: tuple[Tensor, ...]) -> Results:
     pairs = zip(leaves.items(), found, strict=True)
     gradients = {n: torch.zeros_like(x) if g is None else g for (n, x), g in pairs}
     return {"out": out.detach(), "lse": lse.detach(), **gradients}
+
+
+def _leaf(x: Tensor) -> Tensor:
+    """A leaf in the same memory: strides, and what lies around it, are part of the call."""
+    return x.detach().requires_grad_()
 
 
 def oracle(call: Call) -> Results:
@@ -103,7 +108,7 @@ def dense(call: Call) -> Dense:
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     raw = (q @ k.mT * call.options["scale"]).float().requires_grad_()
-    learned = {name: leaf(call.captures[name]) for name in call.learned}
+    learned = {name: _leaf(call.captures[name]) for name in call.learned}
     scores = _scores(call, raw, {**call.captures, **learned})
     lse = scores.detach().logsumexp(-1)
     p = torch.exp(scores.detach() - torch.where(lse == -torch.inf, 0, lse)[..., None])

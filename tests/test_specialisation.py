@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_bundle import Gpu, uncompiled
 
-from scoremod import Variant, cache, compile_count, variants
+from scoremod import Variant, attend_hopper, attend_triton, cache, compile_count, variants
 from scoremod.attend_triton import options
 from scoremod.inputs import check_inputs
 from scoremod.plan_triton import RECORD, tiles_of
@@ -21,7 +21,11 @@ LENGTHS = [128 + 7 * n for n in range(29)] + [4096]
 BATCHES = (1, 2, 3, 5, 8)
 
 
-def kernels(variant: Variant, calls: Iterator[tuple[int, int, dict[str, Any]]]) -> set[Any]:
+def kernels(
+    variant: Variant,
+    calls: Iterator[tuple[int, int, dict[str, Any]]],
+    backend: Any = attend_triton,
+) -> set[Any]:
     """What decides each kernel that the calls (batch, length, captures) would compile."""
     found: set[Any] = set()
     for batch, length, captures in calls:
@@ -30,8 +34,8 @@ def kernels(variant: Variant, calls: Iterator[tuple[int, int, dict[str, Any]]]) 
         inputs = check_inputs(q, k, k, scale=None, q_offset=0, kv_lens=None, precision="auto")
         program, bound = variant._bind(captures, inputs.sizes, q.device)
         known = variant._type(program, bound)
-        chosen = options(known, inputs, bound)
-        found.add(("attention_fwd", known.canonical, chosen))
+        chosen = backend.options(known, inputs, bound)
+        found.add(backend.forward_key(known, chosen))
         if chosen.stored:
             found.add(structure_key(known.only_mask, chosen, (64, 64)))
     return found
@@ -53,10 +57,11 @@ def sweep(capture: str, values: list[Any]) -> Iterator[tuple[int, int, dict[str,
     ],
     ids=["window", "softcap", "alibi", "document", "prefix"],
 )
+@pytest.mark.parametrize("backend", [attend_triton, attend_hopper], ids=["triton", "hopper"])
 def test_a_sweep_takes_two_kernels_at_most(
-    variant: Variant, capture: str, values: list[Any]
+    variant: Variant, capture: str, values: list[Any], backend: Any
 ) -> None:
-    assert len(kernels(variant, sweep(capture, values))) <= 2
+    assert len(kernels(variant, sweep(capture, values), backend)) <= 2
 
 
 def test_documents_compile_twice_and_not_for_new_tables(
