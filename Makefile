@@ -31,7 +31,7 @@ types: $(READY)
 	$(BIN)/mypy --strict
 
 pytest: $(READY)
-	$(BIN)/pytest -q -n 2
+	$(BIN)/pytest -q -n 2 --dist loadfile
 
 gpu-test: $(READY)
 	$(BIN)/pytest -q -m gpu
