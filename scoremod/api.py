@@ -144,17 +144,13 @@ class Variant:
         program, bound = self._bind(captures, inputs.sizes, inputs.q.device)
         known = self._type(program, bound)
         name, _ = attention.choose_backend(known, inputs, bound, backend)
-        records = needs_grad(inputs, bound)
-        if name in WARM and kind is not None:
-            warmed = WARM[name](known, inputs, bound)
-            if warmed is not None and records:
-                warmed = autograd.Recorded.of(known, inputs, bound, name, warmed)
-            self._remember(kind, warmed)
         if name == "eager":
             out, lse = self._oracle(inputs, captures)
         else:
-            attend = autograd.attend if records else attention.attend
+            attend = autograd.attend if needs_grad(inputs, bound) else attention.attend
             out, lse = attend(known, inputs, bound, name)
+        if name in WARM and kind is not None:
+            self._remember(kind, name, known, inputs, bound)
         return (out, lse) if return_lse else out
 
     def _operator(
@@ -202,12 +198,19 @@ class Variant:
                 return None
         return values if given == len(captures) else None
 
-    def _remember(self, kind: KindOfCall, found: Warm | autograd.Recorded | None) -> None:
-        """Keep what later calls of this kind need; a sweep of shapes does not pile up."""
-        if found is not None:
-            if len(self._warm) >= MAX_WARM:
-                self._warm.clear()
-            self._warm[kind] = found
+    def _remember(
+        self, kind: KindOfCall, name: str, known: Typed, inputs: Inputs, bound: tuple[Bound, ...]
+    ) -> None:
+        """Keep what later calls of this kind need, once one has passed all checks."""
+        warm = WARM[name](known, inputs, bound)
+        if warm is None:
+            return
+        if len(self._warm) >= MAX_WARM:  # a sweep of shapes does not pile up
+            self._warm.clear()
+        recorded = needs_grad(inputs, bound)
+        self._warm[kind] = (
+            autograd.Recorded.of(known, inputs, bound, name, warm) if recorded else warm
+        )
 
     @_public
     def eager(

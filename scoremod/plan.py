@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from .analysis.ranges import solve
 from .ir.capture import ELEMENTS, Kind
-from .ir.expr import TRUE, ZERO, Expr, require_bool, resolve
+from .ir.expr import TRUE, ZERO, Expr, postorder, require_bool, resolve
 from .ir.ops import Op, Type
 from .passes.assume import assume
 from .passes.derivative import d_dread, d_ds, reads
@@ -47,6 +47,14 @@ class DeviceFunction:
     params: tuple[Param, ...]
     body: tuple[Expr, ...]  # what it returns: one value, or several
     doc: str
+
+    @property
+    def propagates_nan(self) -> bool:
+        """Whether it names that: minima and maxima of floats give nan for nan."""
+        return any(
+            n.op is Op.SOFTPLUS or (n.op in (Op.MIN, Op.MAX) and n.type is Type.FLOAT)
+            for n in postorder(*self.body)
+        )
 
 
 @dataclass(frozen=True)

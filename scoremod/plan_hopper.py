@@ -13,8 +13,8 @@ from typing import Any
 
 from .analysis.ranges import solve
 from .ir.capture import Kind
-from .ir.expr import TRUE, capture, index, postorder, substitute
-from .ir.ops import Op, Type
+from .ir.expr import TRUE, capture, index, substitute
+from .ir.ops import Type
 from .passes.fold import base2
 from .passes.lines import LineRead, line_reads, without_line_reads
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
@@ -221,12 +221,7 @@ class HopperPlan:
 
     @property
     def propagates_nan(self) -> bool:
-        """Whether a score or mask names that: minima and maxima of floats give nan for nan."""
-        nodes = postorder(*(root for f in self.functions for root in f.body))
-        return any(
-            n.op is Op.SOFTPLUS or (n.op in (Op.MIN, Op.MAX) and n.type is Type.FLOAT)
-            for n in nodes
-        )
+        return any(f.propagates_nan for f in self.functions)
 
     @property
     def every_key(self) -> bool:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .analysis.ranges import solve
-from .ir.expr import ONE, postorder
-from .ir.ops import Op, Type
+from .ir.expr import ONE
 from .passes.derivative import d_ds
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
 from .plan_hopper import TensorMap, padded
@@ -139,12 +138,7 @@ class HopperBackwardPlan:
 
     @property
     def propagates_nan(self) -> bool:
-        """Whether a score or mask names that: minima and maxima of floats give nan for nan."""
-        nodes = postorder(*(root for f in self.functions for root in f.body))
-        return any(
-            n.op is Op.SOFTPLUS or (n.op in (Op.MIN, Op.MAX) and n.type is Type.FLOAT)
-            for n in nodes
-        )
+        return any(f.propagates_nan for f in self.functions)
 
     @property
     def every_query(self) -> bool:

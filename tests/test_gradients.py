@@ -475,3 +475,13 @@ def test_a_warm_training_call_is_a_call(backend: str | None, tiles: bool) -> Non
         ):
             agree(mine.float(), true.float(), 5e-2 * max(1.0, float(true.abs().max())))
     assert any(isinstance(x, autograd.Recorded) for x in attn._warm.values())
+
+
+@pytest.mark.gpu
+def test_what_raised_once_raises_again() -> None:
+    """No call is remembered before it has passed all checks."""
+    qkv = tuple(x.cuda() for x in tensors(Shape(1, 1, 1, 64, 64, 64, 64), bf16))
+    attn = parse("variant kept(t: f32[Lk]) { mask t[j] < 0.5 }")
+    for _ in range(2):
+        with pytest.raises(CaptureMismatch, match="only the mask reads it"):
+            attn(*qkv, t=torch.rand(64, device="cuda", requires_grad=True))

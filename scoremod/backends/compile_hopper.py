@@ -39,9 +39,7 @@ def compile_plan(plan: HopperPlan, text: str) -> tuple[Kernel, str]:
     """The kernel of a plan, and what is wrong with it: "" for nothing."""
     options = {"num_warps": 4, "enable_fp_fusion": fp_fusion(plan)}
     compiled = compiled_text(text, ENTRY, lambda f: _source(f, plan), plan.target, options)
-    maps = tuple(
-        _tensor_map(made, plan.options.dtype) for made in compiled.metadata.tensordesc_meta
-    )
+    maps = tuple(tensor_map(made, plan.options.dtype) for made in compiled.metadata.tensordesc_meta)
     kernel = kernel_of(compiled, text, plan.target, launched(plan), constants(plan), maps)
     return kernel, complaint(compiled, plan)
 
@@ -81,13 +79,18 @@ def constants(plan: HopperPlan) -> dict[str, int]:
 
 
 def launched(plan: HopperPlan) -> tuple[Argument, ...]:
-    """The arguments as they are passed: a tensor is its map, then its shape and its strides."""
+    """The arguments as they are passed."""
+    return (*tensors_as_passed({m.name: 4 for m in plan.tensor_maps}), *plan.arguments)
+
+
+def tensors_as_passed(ranks: Mapping[str, int]) -> list[Argument]:
+    """A tensor that TMA copies is its map, then its shape and its strides."""
     found = []
-    for tensor in plan.tensor_maps:
-        found.append(Argument(tensor.name, "tensormap"))
-        found += [Argument(f"{tensor.name}_size_{k}", "i32") for k in range(4)]
-        found += [Argument(f"{tensor.name}_stride_{k}", "i64") for k in range(4)]
-    return (*found, *plan.arguments)
+    for name, rank in ranks.items():
+        found.append(Argument(name, "tensormap"))
+        found += [Argument(f"{name}_size_{k}", "i32") for k in range(rank)]
+        found += [Argument(f"{name}_stride_{k}", "i64") for k in range(rank)]
+    return found
 
 
 def _source(function: Any, plan: HopperPlan) -> Any:
@@ -112,5 +115,5 @@ def _descriptor_type(tensor: PlannedMap) -> str:
     return f"tensordesc<{tensor.element}[1, 1, {tensor.rows}, {tensor.head_dim}],{layout!r}>"
 
 
-def _tensor_map(made: Mapping[str, Any], element: str) -> TensorMap:
+def tensor_map(made: Mapping[str, Any], element: str) -> TensorMap:
     return TensorMap(element, tuple(made["block_size"]), made["swizzle"])

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ..errors import BackendUnavailable
 from ..plan_hopper_backward import MAIN, SPILLS, HopperBackwardPlan
 from ..plan_triton import Argument
-from .compile_hopper import HOPELESS, Refused, is_serialised, spills_in_loops
-from .compile_triton import Compiled, Kernel, TensorMap, compiled_text, kernel_of
+from .compile_hopper import (
+    HOPELESS,
+    Refused,
+    is_serialised,
+    spills_in_loops,
+    tensor_map,
+    tensors_as_passed,
+)
+from .compile_triton import Compiled, Kernel, compiled_text, kernel_of
 from .triton import fp_fusion
 
 # Tensors of the main kernel that TMA copies by one or two dimensions, and these.
@@ -22,7 +28,7 @@ def compile_plan(plan: HopperBackwardPlan, text: str) -> tuple[Kernel, str]:
     compiled = compiled_text(text, MAIN, lambda f: _source(f, plan), plan.target, options)
     elements = [plan.options.dtype] * len(plan.tensor_maps) + ["f32"] * len(_SUMS)
     maps = tuple(
-        _tensor_map(made, element)
+        tensor_map(made, element)
         for made, element in zip(compiled.metadata.tensordesc_meta, elements, strict=True)
     )
     constants = {
@@ -53,14 +59,9 @@ def complaint(compiled: Compiled, plan: HopperBackwardPlan) -> str:
 
 
 def launched(plan: HopperBackwardPlan) -> tuple[Argument, ...]:
-    """The arguments as they are passed: a tensor is its map, then its shape and its strides."""
-    found: list[Argument] = []
+    """The arguments as they are passed."""
     ranks = {m.name: 4 for m in plan.tensor_maps} | _SUMS
-    for name, rank in ranks.items():
-        found.append(Argument(name, "tensormap"))
-        found += [Argument(f"{name}_size_{k}", "i32") for k in range(rank)]
-        found += [Argument(f"{name}_stride_{k}", "i64") for k in range(rank)]
-    return (*found, *plan.arguments)
+    return (*tensors_as_passed(ranks), *plan.arguments)
 
 
 def _source(function: Any, plan: HopperBackwardPlan) -> Any:
@@ -82,7 +83,3 @@ def _source(function: Any, plan: HopperBackwardPlan) -> Any:
             hint="this is a defect of scoremod, not of the variant",
         )
     return GluonASTSource(function, types)
-
-
-def _tensor_map(made: Mapping[str, Any], element: str) -> TensorMap:
-    return TensorMap(element, tuple(made["block_size"]), made["swizzle"])
