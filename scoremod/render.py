@@ -98,7 +98,13 @@ def _steps_of(backend: Backend) -> dict[str, tuple[str, frozenset[str]]]:
 
 
 def _names(node: ast.AST) -> frozenset[str]:
-    return frozenset(n.id for n in ast.walk(node) if isinstance(n, ast.Name))
+    """The names that a function, or each function of a text, reads and does not give a value."""
+    if isinstance(node, ast.Module):
+        return frozenset().union(*map(_names, node.body))
+    names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+    own = {n.id for n in names if isinstance(n.ctx, ast.Store)}
+    own |= {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+    return frozenset(n.id for n in names) - own
 
 
 def _with_shared_steps(text: str, steps: dict[str, tuple[str, frozenset[str]]]) -> str:
