@@ -434,3 +434,72 @@ def along_diagonals(x, BLOCK: tl.constexpr):
     below = tl.sum(tl.where(u <= row, turned, 0.0), 0)
     above = tl.sum(tl.where(u <= row, 0.0, turned), 0)
     return below, above
+
+
+# -- what rounding o to 16 bits takes away -----------------------------------------------------
+
+# delta = rowsum(o * do) would carry the rounding of o into every gradient of scores. A backward is
+# given the residual beside o: 4 bits an element, in 14ths of o's last place.
+
+
+@triton.jit
+def last_place(o):
+    """The bits of the float32 that the last place of 16-bit floats counts, a power of two.
+
+    float16 has the same from 2**-14 down, where its exponents end. bfloat16 is given none below
+    2**-107: its own are no normal float32 at the end.
+    """
+    exponent = o.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
+    if o.dtype == tl.float16:
+        bits = tl.maximum(exponent, (127 - 14) << 23) - (10 << 23)
+    else:
+        bits = tl.maximum(exponent, (127 - 100) << 23) - (7 << 23)
+    return bits
+
+
+@triton.jit
+def residual_codes(x, o):
+    """The residual x - o of floats rounded to `o`: -7..7 in two's complement of 4 bits.
+
+    Half a last place is 7, so that nothing has to be cut off. Adding 1.5 * 2**23 leaves an integer
+    in the lowest bits.
+    """
+    per_place = ((254 << 23) - last_place(o)).to(tl.float32, bitcast=True)
+    code = (x - o.to(tl.float32)) * per_place * 14.0 + 12582912.0
+    return code.to(tl.int32, bitcast=True) & 15
+
+
+@triton.jit
+def restored(o, codes):
+    """float32 within a 28th of the last place of what was rounded to `o`."""
+    place = last_place(o).to(tl.float32, bitcast=True)
+    return o.to(tl.float32) + codes.to(tl.float32) * (place * 0.07142857142857142)
+
+
+@triton.jit
+def packed(codes, columns, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Codes [ROWS, WIDTH] as words of int32 [ROWS, 4 for 32 columns], without moving a value.
+
+    Four threads share a row of a product, and hold two columns of each 8: word L of 32 columns has
+    the columns 2L and 2L + 1, those 8 further on in its next byte, and so on.
+    """
+    GROUPS: tl.constexpr = 4 if WIDTH >= 32 else WIDTH // 8
+    codes = codes << (columns % 32 // 8 * 8 + columns % 2 * 4)[None, :]
+    codes = tl.reshape(codes, [ROWS, WIDTH // (8 * GROUPS), GROUPS, 4, 2])
+    return tl.reshape(tl.sum(tl.sum(codes, 4), 2), [ROWS, WIDTH // (2 * GROUPS)])
+
+
+@triton.jit
+def load_codes(rows, exists, WORDS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Codes [ROWS, WIDTH] of rows of packed words; 0 in rows that do not exist.
+
+    A thread that has 8 columns of o loads the 4 words that hold their codes, a byte of each.
+    """
+    GROUPS: tl.constexpr = 4 if WIDTH >= 32 else WIDTH // 8
+    chunk = tl.arange(0, WIDTH // (8 * GROUPS))[None, :, None, None]
+    group = tl.arange(0, GROUPS)[None, None, :, None]
+    word = 4 * chunk + tl.arange(0, 4)[None, None, None, :] + 0 * group
+    inside = exists[:, None, None, None] & (word < WORDS)
+    words = tl.load(rows[:, None, None, None] + word, mask=inside, other=0)
+    even, odd = words << (28 - 8 * group), words << (24 - 8 * group)
+    return tl.reshape(tl.join(even >> 28, odd >> 28), [ROWS, WIDTH])
