@@ -1,6 +1,9 @@
 """Every stock variant on this GPU against the oracle, forward and backward, in fp16, bf16 and fp32.
 
     python benchmarks/accuracy.py [--only NAME,NAME] [--workers 14] [--out results.json]
+                                  [--seconds 300]
+
+Comparisons that are not begun when the time is up are counted, and make the run fail.
 
 The error of a result is compared with that of a dense float32 computation rounded to the dtype:
 of the output, RMS at most 1.5 times and largest at most 4 times; of a gradient 1.6 and 4 times;
@@ -15,8 +18,8 @@ import multiprocessing
 import os
 import sys
 import zlib
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -204,23 +207,42 @@ def words(shape: Shape) -> str:
     return f"{text}x{shape.head_dim}.{shape.v_head_dim}"
 
 
+def answers(jobs: Sequence[Job], workers: int, seconds: float) -> Iterator[list[Row] | str]:
+    """What comes of each job, as it comes; of those that are not begun in time, what they are."""
+    # Compiling takes most of the time, so that processes share the jobs, and the GPU.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+        begun = {pool.submit(compare, job): job for job in jobs}
+        waiting = as_completed(begun, timeout=seconds)
+        try:
+            for future in waiting:
+                yield future.result()
+        except TimeoutError:
+            late = [job for future, job in begun.items() if not future.done()]
+            pool.shutdown(wait=False, cancel_futures=True)
+            yield from (f"{job}: not in time" for job in late)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="")
     parser.add_argument("--out", default="")
+    parser.add_argument("--seconds", type=float, default=1e6)
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
     chosen = parser.parse_args()
     names = [n for n in stock() if not chosen.only or n in chosen.only.split(",")]
     jobs = [(n, d, s) for n in names for d in DTYPES for s in SHAPES[d]]
-    # Compiling takes most of the time, so that processes share the jobs, and the GPU.
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(chosen.workers, mp_context=spawn) as pool:
-        answers = list(pool.map(compare, jobs))
-    failed = [answer for answer in answers if isinstance(answer, str)]
-    rows = [row for answer in answers if not isinstance(answer, str) for row in answer]
+    rows: list[Row] = []
+    failed = 0
+    for answer in answers(jobs, chosen.workers, chosen.seconds):
+        if isinstance(answer, str):
+            failed += 1
+            print("BAD", answer, flush=True)
+        else:
+            rows += answer
     bad = [row for row in rows if not row.good]
-    for line in (*failed, *bad):
-        print("BAD", line)
+    for row in bad:
+        print("BAD", row)
     for dtype in DTYPES:
         for what, of in (
             ("outputs", [r for r in rows if r.dtype == dtype and r.tensor == OUT]),
@@ -231,7 +253,7 @@ def main() -> int:
     if chosen.out:
         with open(chosen.out, "w") as file:
             json.dump([{**asdict(r), "good": r.good} for r in rows], file, indent=1)
-    return len(bad) + len(failed) > 0
+    return len(bad) + failed > 0
 
 
 def summary(rows: list[Row]) -> str:
