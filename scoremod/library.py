@@ -84,16 +84,16 @@ def attend(text: str, how: str, qkv: Sequence[Tensor], values: Sequence[Any]) ->
         else:
             kinds += "f"
             floats.append(float(value))
-    kept = KEPT if _keeps_residual(text, qkv, tensors) else "none"
+    kept = KEPT if _keeps_residual(text, how, qkv, tensors) else "none"
     out, lse, _ = _attend(*qkv, tensors, ints, floats, text, f"{how} {kept} {kinds}")
     return out, lse
 
 
-def _keeps_residual(text: str, qkv: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+def _keeps_residual(text: str, how: str, qkv: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
     """Whether gradients will read what rounding takes from the output."""
     if not torch.is_grad_enabled() or qkv[0].dtype not in HALVES:
         return False
-    if qkv[0].device.type == "cpu" and not attention.interpreting():
+    if qkv[0].device.type == "cpu" and not how.startswith("triton "):
         return False
     return any(x.requires_grad for x in (*qkv, *tensors)) and not _in_bundle(text)
 
