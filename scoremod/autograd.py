@@ -192,11 +192,11 @@ class _Attention(torch.autograd.Function):
     """The attention of a call."""
 
     @staticmethod
-    def forward(call: Call, *values: Any) -> tuple[torch.Tensor | None, ...]:
-        return tuple(forward(call, values))
+    def forward(call: Call, *values: Any) -> Answer:
+        return forward(call, values)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Answer) -> None:
         ctx.call, *values = inputs
         tensors = [x if isinstance(x, torch.Tensor) else None for x in values]
         ctx.numbers = [None if isinstance(x, torch.Tensor) else x for x in values]

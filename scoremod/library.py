@@ -21,12 +21,12 @@ from torch.library import custom_op
 
 from . import attention, autograd
 from .autograd import Call, Pair
-from .binding import bind
+from .binding import Bound, bind
 from .bundle import digest_in
 from .errors import BackendUnavailable
 from .frontend.source import MAX_TEXT, read_text_source
 from .gradients import Result
-from .inputs import HALVES, check_inputs, empty_like_q, empty_residual
+from .inputs import HALVES, Inputs, check_inputs, empty_like_q, empty_residual
 from .origin import Leaf
 from .plan import Param, Typed, typed
 from .variant import Program, read
@@ -135,7 +135,7 @@ def _unpacked(
 _DETERMINISTIC = {str(x): x for x in (None, False, True)}
 
 
-def _call(
+def _bound_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -144,8 +144,8 @@ def _call(
     floats: Sequence[float],
     variant: str,
     how: str,
-) -> tuple[Call, list[Any]]:
-    """The call that the operator's arguments describe, checked and bound."""
+) -> tuple[Typed, Inputs, tuple[Bound, ...], str | None]:
+    """What the operator's arguments describe, checked and bound, and the backend asked for."""
     backend, precision, deterministic, kept, kinds = how.split(" ")
     scale, q_offset, kv_lens, *captured = _unpacked(tensors, ints, floats, kinds)
     with torch.autocast(q.device.type, enabled=False):  # what it asks for is done already
@@ -159,7 +159,12 @@ def _call(
     given = dict(zip((c.name for c in program.captures), captured, strict=True))
     bound = bind(program.captures, {}, given, {}, inputs.sizes, q.device)
     known = _typed(variant, tuple(item.param for item in bound))
-    asked = None if backend == "auto" else backend
+    return known, inputs, bound, None if backend == "auto" else backend
+
+
+def _call(*arguments: Any) -> tuple[Call, list[Any]]:
+    """The call to be run."""
+    known, inputs, bound, asked = _bound_call(*arguments)
     name, why = attention.choose_backend(known, inputs, bound, asked)
     if name == "eager":
         raise BackendUnavailable(
@@ -233,10 +238,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Triple) -> None:
 
 def _require_scores(*arguments: Any) -> None:
     """Raise for captures that require grad where none can reach them."""
-    call, values = _call(*arguments)
-    for item in call.bound(values):
+    # No backend is chosen: that looks at the memory of tensors, and here they may be fake.
+    program, _, bound, _ = _bound_call(*arguments)
+    for item in bound:
         if isinstance(item.given, Tensor) and item.given.requires_grad:
-            autograd.require_score(item, call.program)
+            autograd.require_score(item, program)
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor, _: Any) -> tuple[Any, ...]:

@@ -15,11 +15,11 @@ import torch
 from . import attend_hopper, attend_triton
 from .binding import Bound
 from .gradients import Answer
-from .inputs import Inputs, bound_of, empty_like_q, empty_residual
+from .inputs import Inputs, bound_of, empty_like_q
 from .ir.capture import Kind
 from .launch import Launcher, current_stream
 from .plan import Typed
-from .plan_triton import SMALL, Options
+from .plan_triton import SMALL, Options, residual_words
 from .structure import Sizes, Structure, structure
 from .tiles import Tiles
 
@@ -151,6 +151,7 @@ class Warm:
     values: tuple[Any, ...]  # the arguments, with holes for what changes
     captures: tuple[int, ...]  # which argument each capture is
     lse_shape: tuple[int, ...]
+    residual_shape: tuple[int, ...]
     spare_lse: torch.Tensor | None  # written where nobody reads the lse
     out_like_q: bool
     v_head_dim: int
@@ -196,7 +197,8 @@ class Warm:
         values[at.q_offset] = q_offset
         residual = None
         if at.residual is not None:
-            values[at.residual] = residual = empty_residual(q, self.v_head_dim)
+            residual = torch.empty(self.residual_shape, dtype=torch.int32, device=q.device)
+            values[at.residual] = residual
         if kv_lens is not None:
             values[at.kv_lens] = kv_lens
         for position, value in zip(self.captures, captures, strict=True):
@@ -286,6 +288,7 @@ def _about(inputs: Inputs, made: Answer) -> dict[str, Any]:
     like_q, (out, lse, _) = torch.empty_like(inputs.q), made
     return {
         "lse_shape": tuple(lse.shape),
+        "residual_shape": (*lse.shape, residual_words(inputs.v.shape[3])),
         "spare_lse": lse if 4 * lse.numel() <= SPARE_LSE else None,
         "out_like_q": (like_q.shape, like_q.stride()) == (out.shape, out.stride()),
         "v_head_dim": inputs.v.shape[3],
