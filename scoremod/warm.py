@@ -251,9 +251,10 @@ WARM = {"triton": warm_portable, "hopper": warm_hopper}
 
 
 def outputs(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """An out and an lse for a call."""
-    lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device=inputs.q.device)
-    return empty_like_q(inputs.q, inputs.v.shape[3]), lse
+    """An out and an lse for a call, without memory."""
+    lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device="meta")
+    q = torch.empty_strided(inputs.q.shape, inputs.q.stride(), dtype=inputs.q.dtype, device="meta")
+    return empty_like_q(q, inputs.v.shape[3]), lse
 
 
 def _without_tensors(values: Sequence[Any]) -> tuple[Any, ...]:
@@ -263,10 +264,11 @@ def _without_tensors(values: Sequence[Any]) -> tuple[Any, ...]:
 
 def _about(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> dict[str, Any]:
     """The fields of `Warm` about outputs and device."""
-    like_q = torch.empty_like(inputs.q)
+    like_q = torch.empty_like(inputs.q, device="meta")
+    spare = 4 * lse.numel() <= SPARE_LSE
     return {
         "lse_shape": tuple(lse.shape),
-        "spare_lse": lse if 4 * lse.numel() <= SPARE_LSE else None,
+        "spare_lse": torch.empty_like(lse, device=inputs.q.device) if spare else None,
         "out_like_q": (like_q.shape, like_q.stride()) == (out.shape, out.stride()),
         "v_head_dim": inputs.v.shape[3],
         "device": inputs.q.device.index,
