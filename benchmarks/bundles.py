@@ -161,7 +161,7 @@ class Side:
         torch.manual_seed(asked.head_dim)
         shape = sizes.batch, sizes.heads, sizes.length, asked.head_dim
         dtype = torch.bfloat16 if self._device == "cuda" else torch.float32
-        qkv = [torch.randn(shape, dtype=dtype).to(self._device) for _ in "qkv"]
+        qkv = [torch.randn(shape, dtype=dtype, device=self._device) for _ in "qkv"]
         given = captures(asked.name, sizes.batch, sizes.heads, sizes.length)
         return [x.requires_grad_(grad) for x in qkv], {
             n: x.to(self._device) for n, x in given.items()
@@ -315,6 +315,7 @@ def run(given: argparse.Namespace, names: Sequence[str]) -> int:
             loads[name] = ask(lines["bundle"], Asked("load", name, dim))
             for what in ("forward", "backward", "host"):
                 row = measured(lines, Asked(what, name, dim), given.rounds)
+                print(row, flush=True)
                 (rows if isinstance(row, Row) else wrong).append(row)  # type: ignore[arg-type]
     write(given, rows, wrong, loads)
     return 1 if wrong or not all(row.good for row in rows) else 0

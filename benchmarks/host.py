@@ -1,12 +1,14 @@
 """Time on the host: the first call with empty and with full caches, and a warm call.
 
-    python benchmarks/host.py [--parts first,warm,profile] [--repeats 2]
+    python benchmarks/host.py [--parts first,warm,training,profile]
+                              [--repeats 2]
 
 first:    in a process with packages imported and CUDA up, seconds from the call to the synchronised
           result: with empty caches of scoremod and Triton, then in a second process that finds
           scoremod's kernels on disk (and Triton's cache empty).
 warm:     host time of a call without grad, median of 1,000, on a tiny problem; SDPA and compiled
           FlexAttention beside it, in turns.
+training: the same of the forward of a call whose gradients are wanted.
 profile:  cProfile of 2,000 warm calls, the 25 functions with most cumulative time.
 
 Writes host.json to benchmarks/results/, or to $OUT.
@@ -33,7 +35,7 @@ RESULTS = Path(__file__).parent / "results"
 FIRST = ("noop", "alibi & causal", "softcap & causal")
 WARM = ("noop", "alibi & causal")
 CALLS, TURNS, PROFILED, SHOWN = 1_000, 10, 2_000, 25
-LIMITS = {"empty_s": 3.0, "second_s": 0.3, "warm_us": 30.0}
+LIMITS = {"empty_s": 3.0, "second_s": 0.3, "warm_us": 30.0, "training_us": 60.0}
 
 
 def variant_of(name: str) -> tuple[Any, dict[str, Any]]:
@@ -48,11 +50,12 @@ def variant_of(name: str) -> tuple[Any, dict[str, Any]]:
     return softcap & causal, {}
 
 
-def inputs(length: int, head_dim: int) -> list[Any]:
+def inputs(length: int, head_dim: int, *, learned: bool = False) -> list[Any]:
     import torch
 
     shape = (1, 8, length, head_dim)
-    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    found = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    return [x.requires_grad_(learned) for x in found]
 
 
 # -- the first call ----------------------------------------------------------------------------
@@ -118,12 +121,12 @@ def first_part(repeats: int) -> dict[str, Any]:
 # -- a warm call -------------------------------------------------------------------------------
 
 
-def calls() -> dict[str, Callable[[], Any]]:
+def calls(*, learned: bool) -> dict[str, Callable[[], Any]]:
     """What is called, by name."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    q, k, v = inputs(128, 64)
+    q, k, v = inputs(128, 64, learned=learned)
     found: dict[str, Callable[[], Any]] = {}
     for name in WARM:
         variant, captures = variant_of(name)
@@ -145,13 +148,13 @@ def calls() -> dict[str, Callable[[], Any]]:
     return found
 
 
-def warm_part() -> dict[str, Any]:
+def warm_part(*, learned: bool) -> dict[str, Any]:
     """Microseconds of the host's part of a call: nothing waits for the GPU."""
     import torch
 
     times: dict[str, list[float]] = {}
-    with torch.no_grad():
-        made = calls()
+    with torch.set_grad_enabled(learned):
+        made = calls(learned=learned)
         for call in made.values():
             for _ in range(50):
                 call()
@@ -226,14 +229,15 @@ def tell(found: dict[str, Any]) -> str:
             f"first call, {name:18} empty caches {x['empty_s']:6.3f} s ({_limit('empty_s', x)})"
             f"   second process {x['second_s']:6.3f} s ({_limit('second_s', x)})"
         )
-    for name, x in found.get("warm", {}).items():
-        limit = ""
-        if name.startswith("scoremod"):
-            limit = f"({_limit('warm_us', {'warm_us': x['median_us']})})"
-        lines.append(
-            f"warm call, {name:30} {x['median_us']:6.1f} us"
-            f"  [{x['low_us']:.1f}..{x['high_us']:.1f}] {limit}"
-        )
+    for part in ("warm", "training"):
+        for name, x in found.get(part, {}).items():
+            key, limit = f"{part}_us", ""
+            if name.startswith("scoremod"):
+                limit = f"({_limit(key, {key: x['median_us']})})"
+            lines.append(
+                f"{part} call, {name:30} {x['median_us']:6.1f} us"
+                f"  [{x['low_us']:.1f}..{x['high_us']:.1f}] {limit}"
+            )
     return "\n".join(lines)
 
 
@@ -243,7 +247,8 @@ def _limit(key: str, values: dict[str, float]) -> str:
 
 PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "first": first_part,
-    "warm": lambda repeats: warm_part(),
+    "warm": lambda repeats: warm_part(learned=False),
+    "training": lambda repeats: warm_part(learned=True),
     "profile": lambda repeats: profile_part(),
 }
 

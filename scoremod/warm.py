@@ -232,7 +232,7 @@ def warm_portable(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> W
         return None
     if inputs.q.device.index != torch.cuda.current_device():
         return None
-    made, places = attend_triton.outputs(inputs), PORTABLE.of(inputs)
+    made, places = outputs(inputs), PORTABLE.of(inputs)
     return Warm(
         ready.launcher,
         (attend_triton.programs(ready.block_m, inputs), 1, 1),
@@ -259,7 +259,7 @@ def warm_hopper(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> War
     ready = attend_hopper.forward(program, chosen, inputs.q.device)
     turns = attend_hopper.turns_of(ready.block_m, inputs)
     grid = attend_hopper.programs(turns, device)
-    made, places = attend_triton.outputs(inputs), HOPPER.of(inputs)
+    made, places = outputs(inputs), HOPPER.of(inputs)
     counter = attend_hopper.counter(inputs.q.device)
     values = _without_tensors(attend_hopper.arguments(inputs, bound, made, counter))
     return Warm(
@@ -278,6 +278,12 @@ def warm_hopper(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> War
 WARM = {"triton": warm_portable, "hopper": warm_hopper}
 
 
+def outputs(inputs: Inputs) -> Answer:
+    """A call's answer, without memory."""
+    q = torch.empty_strided(inputs.q.shape, inputs.q.stride(), dtype=inputs.q.dtype, device="meta")
+    return attend_triton.outputs(replace(inputs, q=q))
+
+
 def _without_tensors(values: Sequence[Any]) -> tuple[Any, ...]:
     """Arguments without the tensors of this call, which would be kept alive."""
     return tuple(None if isinstance(x, torch.Tensor) else x for x in values)
@@ -285,11 +291,12 @@ def _without_tensors(values: Sequence[Any]) -> tuple[Any, ...]:
 
 def _about(inputs: Inputs, made: Answer) -> dict[str, Any]:
     """The fields of `Warm` about outputs and device."""
-    like_q, (out, lse, _) = torch.empty_like(inputs.q), made
+    like_q, (out, lse, _) = torch.empty_like(inputs.q, device="meta"), made
+    spare = 4 * lse.numel() <= SPARE_LSE
     return {
         "lse_shape": tuple(lse.shape),
         "residual_shape": (*lse.shape, residual_words(inputs.v.shape[3])),
-        "spare_lse": lse if 4 * lse.numel() <= SPARE_LSE else None,
+        "spare_lse": torch.empty_like(lse, device=inputs.q.device) if spare else None,
         "out_like_q": (like_q.shape, like_q.stride()) == (out.shape, out.stride()),
         "v_head_dim": inputs.v.shape[3],
         "device": inputs.q.device.index,

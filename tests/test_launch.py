@@ -323,6 +323,7 @@ def test_a_missing_driver_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
+    monkeypatch.setattr(launching, "cuda_driver", CudaDriver)  # which may be open already
     with pytest.raises(BackendUnavailable, match=r"driver is missing: libcuda\.so\.1"):
         Launcher(kernel("i32")).prepare((1,))
 

@@ -26,7 +26,7 @@ from scoremod.structure import Sizes, Stored, structure
 
 Array = np.ndarray[Any, Any]
 CPU = torch.device("cpu")
-TRITON = torch.device(DEVICE["triton"])  # where kernels run, or the interpreter
+TRITON = torch.empty(0, device=DEVICE["triton"]).device  # where kernels run, or the interpreter
 
 
 def unpacked(stored: Stored, columns: int) -> Array:
