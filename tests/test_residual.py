@@ -70,16 +70,20 @@ def round_trip(x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
 
 
 def last_places(o: Tensor) -> Tensor:
-    """What the last place of each number counts, in float64; bfloat16 has none below 2**-107."""
-    bits, least = (11, -24) if o.dtype is f16 else (8, -107)
+    """What the last place of each number counts, in float64."""
+    bits, least = (11, -24) if o.dtype is f16 else (8, -133)
     _, exponent = torch.frexp(o.double())
     return torch.where(o == 0, 0.0, 2.0 ** (exponent - bits)).clamp_min(2.0**least)
 
 
 def check_round_trip(x: Tensor, dtype: torch.dtype, width: int) -> None:
+    """Within a 16th of the last place; down where float16 has no more exponents, no farther off."""
     found, x = round_trip(x, dtype, width).double(), x.reshape(-1, width).double()
-    # A 28th, and float32's own rounding.
-    assert ((found - x).abs() <= last_places(x.to(dtype)) * (1 / 28 + 1e-3)).all()
+    o = x.to(dtype)
+    error, before, normal = (found - x).abs(), (o.double() - x).abs(), torch.finfo(dtype).tiny
+    assert (error <= last_places(o) / 16)[o.abs() > normal].all()
+    if dtype is f16:  # the interpreter converts such numbers of bfloat16 wrongly
+        assert (error <= before)[o.abs() <= normal].all()
 
 
 AWKWARD = [0.0, -0.0, 1.0, 1 - 2**-12, 2 - 2**-12, -(4 - 2**-9), 2**-14, 2**-14 - 2**-25, 3e-8]
@@ -121,6 +125,15 @@ def unpacked(words: Tensor, v_head_dim: int) -> Tensor:
     return torch.where(nibbles > 7, nibbles - 16, nibbles)
 
 
+def in_columns(v_head_dim: int) -> Tensor:
+    """The bits of a row's words that belong to columns: int32 [words]."""
+    bits = [0] * residual_words(v_head_dim)
+    for column in range(v_head_dim):
+        place = column % 32 // 8 * 8 + column % 2 * 4
+        bits[column // 32 * 4 + column % 8 // 2] |= 15 << place
+    return torch.tensor(bits).to(torch.uint32).view(torch.int32)
+
+
 @interpreted
 @pytest.mark.parametrize("v_head_dim", [72, 64, 19])
 def test_both_backwards_restore_o(v_head_dim: int) -> None:
@@ -130,13 +143,14 @@ def test_both_backwards_restore_o(v_head_dim: int) -> None:
     q = torch.randn(*shape, 64).half()
     out, do = torch.randn(2, *shape, v_head_dim).half()
     words = torch.randint(-(2**31), 2**31, (*shape, residual_words(v_head_dim)), dtype=torch.int32)
+    words &= in_columns(v_head_dim)
     inputs = check_inputs(
         q, q, torch.empty_like(out), scale=None, q_offset=0, kv_lens=None, precision="auto"
     )
     result = Result(out, torch.zeros(shape), do, None, words)
     call = call_of(typed(NOOP._program, ()), inputs, (), result, ALL)
-    place = last_places(out)
-    exact = ((out.double() + unpacked(words, v_head_dim) * place / 14) * do.double()).sum(3)
+    shifted = out.float().view(torch.int32) + (unpacked(words, v_head_dim).int() << 9)
+    exact = (shifted.view(f32).double() * do.double()).sum(3)
     torch.testing.assert_close(row_values(call)[..., 1].double(), exact, rtol=1e-5, atol=1e-4)
     assert (exact - (out.double() * do.double()).sum(3)).abs().max() > 1e-3
     if v_head_dim % 8 == 0:

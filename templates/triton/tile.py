@@ -439,41 +439,34 @@ def along_diagonals(x, BLOCK: tl.constexpr):
 # -- what rounding o to 16 bits takes away -----------------------------------------------------
 
 # delta = rowsum(o * do) would carry the rounding of o into every gradient of scores. A backward is
-# given the residual beside o: 4 bits an element, in 14ths of o's last place.
+# given the residual beside o: 4 bits an element, in 16ths of o's last place. As floats of one sign
+# are in the order of their bits, it is a difference of bits, also where o is a power of two.
 
 
 @triton.jit
-def last_place(o):
-    """The bits of the float32 that the last place of 16-bit floats counts, a power of two.
-
-    float16 has the same from 2**-14 down, where its exponents end. bfloat16 is given none below
-    2**-107: its own are no normal float32 at the end.
-    """
-    exponent = o.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
-    if o.dtype == tl.float16:
-        bits = tl.maximum(exponent, (127 - 14) << 23) - (10 << 23)
-    else:
-        bits = tl.maximum(exponent, (127 - 100) << 23) - (7 << 23)
-    return bits
+def bits_of(x):
+    return x.to(tl.float32).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def residual_codes(x, o):
-    """The residual x - o of floats rounded to `o`: -7..7 in two's complement of 4 bits.
-
-    Half a last place is 7, so that nothing has to be cut off. Adding 1.5 * 2**23 leaves an integer
-    in the lowest bits.
-    """
-    per_place = ((254 << 23) - last_place(o)).to(tl.float32, bitcast=True)
-    code = (x - o.to(tl.float32)) * per_place * 14.0 + 12582912.0
-    return code.to(tl.int32, bitcast=True) & 15
+    """The residual x - o of floats rounded to `o`: -8..7 in two's complement of 4 bits."""
+    SHIFT: tl.constexpr = 9 if o.dtype == tl.float16 else 12
+    apart = bits_of(x) - bits_of(o) + (1 << (SHIFT - 1))
+    apart = tl.minimum(apart, (8 << SHIFT) - 1)
+    if o.dtype == tl.float16:
+        # Where its exponents end, last places count more than here.
+        apart = tl.maximum(apart, -(8 << SHIFT))
+    return (apart >> SHIFT) & 15
 
 
 @triton.jit
 def restored(o, codes):
-    """float32 within a 28th of the last place of what was rounded to `o`."""
-    place = last_place(o).to(tl.float32, bitcast=True)
-    return o.to(tl.float32) + codes.to(tl.float32) * (place * 0.07142857142857142)
+    """float32 within a 16th of the last place of what was rounded to `o`, mostly within a 32nd."""
+    SHIFT: tl.constexpr = 9 if o.dtype == tl.float16 else 12
+    near = (bits_of(o) + (codes << SHIFT)).to(tl.float32, bitcast=True)
+    # Numbers too large for float16 became infinite.
+    return tl.where(tl.abs(o.to(tl.float32)) == float("inf"), o.to(tl.float32), near)
 
 
 @triton.jit
@@ -493,7 +486,7 @@ def packed(codes, columns, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 def load_codes(rows, exists, WORDS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Codes [ROWS, WIDTH] of rows of packed words; 0 in rows that do not exist.
 
-    A thread that has 8 columns of o loads the 4 words that hold their codes, a byte of each.
+    The first bytes of 4 words have the codes of 8 columns of o, and so on.
     """
     GROUPS: tl.constexpr = 4 if WIDTH >= 32 else WIDTH // 8
     chunk = tl.arange(0, WIDTH // (8 * GROUPS))[None, :, None, None]
