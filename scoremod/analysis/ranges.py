@@ -74,7 +74,7 @@ Index = Literal["i", "j"]
 MAX_PIECES = 4
 # x % C with C from here on has few runs of x, which are worth opening one by one.
 LONG_RUN = 256
-# Solving takes time with the square of a comparison's nodes: longer ones are looked at tile by tile.
+# Solving takes time with the square of a comparison's nodes: tiles are tested for longer ones.
 MAX_NODES = 120
 
 
