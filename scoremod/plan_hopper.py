@@ -391,7 +391,7 @@ def hopper_plan(program: Typed, options: Options, target: Target, config: Config
         masks_by_keys = bool(piece.los) and bool(piece.his)
     terms: tuple[LineTerm, ...] = ()
     if mask is not None and not masks_by_keys:
-        mask, terms = _read_ahead(program, mask)
+        mask, terms = read_ahead(program, mask)
     functions = (score, None if masks_by_keys else mask, *(t.function for t in terms), keys)
     return HopperPlan(
         title=f"Attention forward for `{program.name}`: Gluon, {target}",
@@ -413,7 +413,7 @@ def hopper_plan(program: Typed, options: Options, target: Target, config: Config
     )
 
 
-def _read_ahead(
+def read_ahead(
     program: Typed, mask: DeviceFunction
 ) -> tuple[DeviceFunction, tuple[LineTerm, ...]]:
     """The mask without what it reads of rows and columns alone, and these terms.

@@ -13,14 +13,19 @@ from .analysis.ranges import solve
 from .ir.expr import ONE
 from .passes.derivative import d_ds
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
-from .plan_hopper import TensorMap, padded
+from .plan_hopper import LineTerm, TensorMap, padded, read_ahead
 from .plan_triton import (
     ELEMENT_BYTES,
+    KIND_PLACE,
     POINTER_TYPE,
+    RECORD,
+    SCATTERED_PLACE,
+    STORED_RUNS,
     Argument,
     Options,
     scalars_in_memory,
     shared_arguments,
+    structure_places,
 )
 from .plan_triton_backward import Slope, is_tame, query_range, score_function, strides
 from .target import Target
@@ -105,6 +110,8 @@ _SEGMENTS = (
         masked=False,
     ),
 )
+# Of tiles that a structure names the one that fetches says the number.
+_SAID = "read_number(said.index(step % SAID))"
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,8 @@ class HopperBackwardPlan:
     score_without_s: bool  # its value may be no tile
     slope: Slope | None  # of the score by s, unless it is 1
     mask: DeviceFunction | None
-    queries: DeviceFunction | None  # the first and last query that see a key, with a mask
+    queries: DeviceFunction | None  # the first and last query that see a key, where that is solved
+    line_terms: tuple[LineTerm, ...]  # what the mask reads of a query, or of a key, alone
     params: tuple[Param, ...]
     arguments: tuple[Argument, ...]  # after the tensors
     config: BackwardConfig
@@ -143,7 +151,57 @@ class HopperBackwardPlan:
     @property
     def every_query(self) -> bool:
         """Whether all queries see all keys of the tensor."""
-        return self.mask is None
+        return self.mask is None and not self.stored
+
+    @property
+    def stored(self) -> bool:
+        """Whether the tiles to visit are read from memory (`plan_structure.py`)."""
+        return self.options.stored
+
+    @property
+    def solved(self) -> bool:
+        """Whether they are found from the first and last queries."""
+        return not self.stored
+
+    @property
+    def structure(self) -> tuple[Argument, ...]:
+        """Where the rows of a stored structure are."""
+        return structure_places() if self.stored else ()
+
+    @property
+    def record(self) -> int:
+        """Int32 of one row of a stored structure; next, where that has how many tiles of a kind."""
+        return RECORD
+
+    @property
+    def partial_place(self) -> int:
+        return KIND_PLACE["partial"] + 2 * STORED_RUNS - 1
+
+    @property
+    def full_place(self) -> int:
+        return KIND_PLACE["full"] + 2 * STORED_RUNS - 1
+
+    @property
+    def scattered_place(self) -> int:
+        return SCATTERED_PLACE
+
+    @property
+    def row_terms(self) -> tuple[LineTerm, ...]:
+        """What the mask reads of a query; of a key, next: rows and columns as in the forward."""
+        return tuple(term for term in self.line_terms if term.line == "row")
+
+    @property
+    def column_terms(self) -> tuple[LineTerm, ...]:
+        return tuple(term for term in self.line_terms if term.line == "column")
+
+    @property
+    def column_params(self) -> tuple[Param, ...]:
+        return tuple(term.param for term in self.column_terms)
+
+    @property
+    def mask_params(self) -> tuple[Param, ...]:
+        """What the mask takes: captures, then what was read of rows and of columns."""
+        return (*self.params, *(t.param for t in self.row_terms), *self.column_params)
 
     @property
     def block_n(self) -> int:
@@ -162,6 +220,16 @@ class HopperBackwardPlan:
         return STAGES
 
     @property
+    def said(self) -> int:
+        """Numbers of tiles that are kept: dq is added up two steps behind the products."""
+        return 2 * STAGES
+
+    @property
+    def kv_barriers(self) -> int:
+        """Of k and of v, and of what has to be cut before it may be seen."""
+        return 4 if self.options.has_kv_lens else 2
+
+    @property
     def single(self) -> bool:
         """Whether a step has one half."""
         return self.config.block_m == HALF
@@ -174,6 +242,11 @@ class HopperBackwardPlan:
     def scores_in_turn(self) -> bool:
         """Whether q k^T of a tile is computed in its own step."""
         return not self.config.early_scores
+
+    @property
+    def waits_for_number(self) -> bool:
+        """Whether a tile's number may not have been said when its step begins."""
+        return self.stored and self.scores_in_turn
 
     @property
     def k_in_shared(self) -> bool:
@@ -195,6 +268,8 @@ class HopperBackwardPlan:
 
     @property
     def q_segments(self) -> tuple[QSegment, ...]:
+        if self.stored:
+            return tuple(replace(segment, tile=_SAID) for segment in _SEGMENTS)
         return _SEGMENTS
 
     @property
@@ -240,25 +315,31 @@ def hopper_backward_plan(
     slope = d_ds(program.given_score)
     score, results = score_function(program, slope, ())
     mask, queries = program.mask_function, None
-    if mask is not None:
+    terms: tuple[LineTerm, ...] = ()
+    if mask is not None and not options.stored:
         (piece,) = solve(program.given_mask, "i")
         queries = query_range(piece, f"{program.name}_queries_0", program.params)
+    if mask is not None:
+        mask, terms = read_ahead(program, mask)
+    functions = (score, mask, queries, *(term.function for term in terms))
     return HopperBackwardPlan(
         title=f"Attention backward for `{program.name}`: Gluon, {target}",
         comments=program.text,
         target=target,
         options=options,
-        functions=tuple(f for f in (score, mask, queries) if f is not None),
+        functions=tuple(f for f in functions if f is not None),
         score=score,
         results=results,
         score_without_s=score is not None and "s" not in score.body[0].names,
         slope=None if slope == ONE else Slope(is_tame(slope)),
         mask=mask,
         queries=queries,
+        line_terms=terms,
         params=program.params,
         arguments=(
             Argument("sm_scale", "*fp32" if options.scale_in_memory else "fp32"),
             *shared_arguments(program.params, options),
+            *(structure_places() if options.stored else ()),
         ),
         config=config,
         block_d=width_of(options),
