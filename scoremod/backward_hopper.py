@@ -327,9 +327,7 @@ def structure_of(call: Call, blocks: tuple[int, int]) -> list[Any]:
     chosen = of_options(call.program, call.options)
     if not chosen.stored:
         return []
-    found = stored_structure(
-        call.program, chosen, call.inputs, call.bound, blocks, transposed=True
-    )
+    found = stored_structure(call.program, chosen, call.inputs, call.bound, blocks, transposed=True)
     return found.arguments
 
 

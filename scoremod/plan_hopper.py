@@ -413,9 +413,7 @@ def hopper_plan(program: Typed, options: Options, target: Target, config: Config
     )
 
 
-def read_ahead(
-    program: Typed, mask: DeviceFunction
-) -> tuple[DeviceFunction, tuple[LineTerm, ...]]:
+def read_ahead(program: Typed, mask: DeviceFunction) -> tuple[DeviceFunction, tuple[LineTerm, ...]]:
     """The mask without what it reads of rows and columns alone, and these terms.
 
     In the layout of products, 32 columns a thread, they are read one after the other, for want of
