@@ -41,8 +41,8 @@ STAGES = 2  # of q and do; 3 were no faster (noop 491 beside 499, causal 471 bes
 CONSUMER_REGISTERS, WARP_REGISTERS = 240, 24
 # Heads whose programs take turns: their q, do and sums of dq stay in L2. 2, 4 and 8 were equal.
 HEADS_TOGETHER = 4
-# Accesses to spilled registers in a loop over q tiles that the timed kernels have: partial tiles
-# without a mask 19 (head dim 64), of a soft-cap 14 (head dim 128).
+# Accesses to spilled registers in a loop over q tiles that timed kernels had, before selections were
+# joined in assembly: partial tiles without a mask 19 (head dim 64), of a soft-cap 14 (head dim 128).
 SPILLS = 20
 
 
@@ -80,8 +80,8 @@ CONFIGS: dict[int, tuple[BackwardConfig, ...]] = {
         _PAIR,
     ),
     # Full 499, causal 484, ALiBi 510, soft-cap 467 (cuDNN 485, 429); without early scores 481, 450,
-    # 444, 430. Documents with a soft-cap need the second: 38 accesses to spilled registers a partial
-    # tile by the first.
+    # 444, 430. Documents with a soft-cap take the second: by the first, partial tiles access spilled
+    # registers 38 times.
     128: (
         _SINGLE,
         replace(_SINGLE, masked_in_turn=True),
