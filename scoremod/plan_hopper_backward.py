@@ -13,14 +13,10 @@ from .analysis.ranges import solve
 from .ir.expr import ONE
 from .passes.derivative import d_ds
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
-from .plan_hopper import LineTerm, TensorMap, padded, read_ahead
+from .plan_hopper import LineTerm, TensorMap, TileReader, padded, read_ahead
 from .plan_triton import (
     ELEMENT_BYTES,
-    KIND_PLACE,
     POINTER_TYPE,
-    RECORD,
-    SCATTERED_PLACE,
-    STORED_RUNS,
     Argument,
     Options,
     scalars_in_memory,
@@ -41,8 +37,8 @@ STAGES = 2  # of q and do; 3 were no faster (noop 491 beside 499, causal 471 bes
 CONSUMER_REGISTERS, WARP_REGISTERS = 240, 24
 # Heads whose programs take turns: their q, do and sums of dq stay in L2. 2, 4 and 8 were equal.
 HEADS_TOGETHER = 4
-# Accesses to spilled registers in a loop over q tiles that timed kernels had, before selections were
-# joined in assembly: partial tiles without a mask 19 (head dim 64), of a soft-cap 14 (head dim 128).
+# Accesses to spilled registers in a loop over q tiles that timed kernels had, before selections
+# were joined in assembly: partial tiles without a mask 19 (head dim 64), of a soft-cap 14 (128).
 SPILLS = 20
 
 
@@ -74,14 +70,15 @@ _PAIR = BackwardConfig(2 * HALF, early_scores=True)
 # keeps, on one H200, bf16, 2x16x8192x128 and 1x32x16384x64, pre- and postprocess included.
 CONFIGS: dict[int, tuple[BackwardConfig, ...]] = {
     # Full 471, causal 465 (cuDNN 387, 358); with v in registers 452, 428; with neither 405, 416.
+    # Documents & causal 199 (portable 155).
     64: (
         replace(_PAIR, k_in_registers=True, v_in_registers=True),
         replace(_PAIR, v_in_registers=True),
         _PAIR,
     ),
     # Full 499, causal 484, ALiBi 510, soft-cap 467 (cuDNN 485, 429); without early scores 481, 450,
-    # 444, 430. Documents with a soft-cap take the second: by the first, partial tiles access spilled
-    # registers 38 times.
+    # 444, 430; documents & causal 262 (FlexAttention 184). Documents with a soft-cap take the
+    # second; by the first, partial tiles access spilled registers 38 times.
     128: (
         _SINGLE,
         replace(_SINGLE, masked_in_turn=True),
@@ -123,7 +120,7 @@ _SAID = "read_number(said.index(step % SAID))"
 
 
 @dataclass(frozen=True)
-class HopperBackwardPlan:
+class HopperBackwardPlan(TileReader):
     """The kernel that gives dq, dk and dv."""
 
     title: str
@@ -162,11 +159,6 @@ class HopperBackwardPlan:
         return self.mask is None and not self.stored
 
     @property
-    def stored(self) -> bool:
-        """Whether the tiles to visit are read from memory (`plan_structure.py`)."""
-        return self.options.stored
-
-    @property
     def solved(self) -> bool:
         """Whether they are found from the first and last queries."""
         return not self.stored
@@ -175,32 +167,6 @@ class HopperBackwardPlan:
     def structure(self) -> tuple[Argument, ...]:
         """Where the rows of a stored structure are."""
         return structure_places() if self.stored else ()
-
-    @property
-    def record(self) -> int:
-        """Int32 of one row of a stored structure; next, where that has how many tiles of a kind."""
-        return RECORD
-
-    @property
-    def partial_place(self) -> int:
-        return KIND_PLACE["partial"] + 2 * STORED_RUNS - 1
-
-    @property
-    def full_place(self) -> int:
-        return KIND_PLACE["full"] + 2 * STORED_RUNS - 1
-
-    @property
-    def scattered_place(self) -> int:
-        return SCATTERED_PLACE
-
-    @property
-    def row_terms(self) -> tuple[LineTerm, ...]:
-        """What the mask reads of a query; of a key, next: rows and columns as in the forward."""
-        return tuple(term for term in self.line_terms if term.line == "row")
-
-    @property
-    def column_terms(self) -> tuple[LineTerm, ...]:
-        return tuple(term for term in self.line_terms if term.line == "column")
 
     @property
     def column_params(self) -> tuple[Param, ...]:
