@@ -34,7 +34,15 @@ from .errors import (
     UnsupportedPython,
 )
 from .frontend.source import PythonSource, read_python, read_text_source
-from .inputs import Inputs, as_numpy, autocast, check_inputs, check_positions, needs_grad
+from .inputs import (
+    HALVES,
+    Inputs,
+    as_numpy,
+    autocast,
+    check_inputs,
+    check_positions,
+    needs_grad,
+)
 from .ir.capture import MISSING, Capture
 from .ir.expr import TRUE
 from .ir.show import show as shown
@@ -143,12 +151,15 @@ class Variant:
             inputs = replace(inputs, tiles=_tiles(tiles, inputs), deterministic=deterministic)
         program, bound = self._bind(captures, inputs.sizes, inputs.q.device)
         known = self._type(program, bound)
+        records = needs_grad(inputs, bound)
+        if records and inputs.q.dtype in HALVES and not known.bundle:
+            inputs = replace(inputs, keeps_residual=True)
         name, _ = attention.choose_backend(known, inputs, bound, backend)
         if name == "eager":
             out, lse = self._oracle(inputs, captures)
         else:
-            attend = autograd.attend if needs_grad(inputs, bound) else attention.attend
-            out, lse = attend(known, inputs, bound, name)
+            attend = autograd.attend if records else attention.attend
+            out, lse, *_ = attend(known, inputs, bound, name)
         if name in WARM and kind is not None:
             self._remember(kind, name, known, inputs, bound)
         return (out, lse) if return_lse else out

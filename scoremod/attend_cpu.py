@@ -14,6 +14,7 @@ from .analysis.tiles import EMPTY, FULL, PARTIAL, classify
 from .backends.cpu import CPU
 from .binding import ANY_LENGTH, Bound
 from .blocks import Blocks
+from .gradients import Answer
 from .inputs import Inputs, as_numpy, bound_of, dtype_of, empty_like_q
 from .plan import CpuPlan, Typed, cpu_plan
 from .render import render
@@ -42,8 +43,8 @@ def without_autocast(run: Callable[P, R]) -> Callable[P, R]:
 
 
 @without_autocast
-def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[Any, Any]:
-    """Attention on the CPU: (out, lse)."""
+def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Answer:
+    """Attention on the CPU; no residual, as the backward's sums are of float32."""
     float64 = inputs.q.dtype is torch.float64
     kernel = kernel_of(
         program,
@@ -69,7 +70,7 @@ def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[An
         user_blocks(inputs),
         *(argument(x, float64=float64) for x in bound),
     )
-    return out, lse
+    return Answer(out, lse)
 
 
 def user_blocks(inputs: Inputs) -> tuple[torch.Tensor, int, int] | None:

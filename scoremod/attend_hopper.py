@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import attend_triton
-from .attend_triton import SHORT, in_float32, on_device, stored_structure
+from .attend_triton import SHORT, in_float32, on_device, outputs, stored_structure
 from .backends.compile_hopper import Refused, compile_plan
 from .backends.compile_triton import Kernel
 from .backends.hopper import HOPPER
@@ -23,7 +23,8 @@ from .binding import ELEMENT_OF, Bound
 from .blocks import Blocks
 from .cache import CACHE, fingerprint, key
 from .errors import BackendUnavailable
-from .inputs import Inputs, empty_like_q, shared_values
+from .gradients import Answer
+from .inputs import Inputs, shared_values
 from .launch import Launcher, current_stream
 from .launch import device as gpu
 from .plan import Typed
@@ -243,14 +244,16 @@ def keep_tuned(
 
 
 def _tuning_key(program: Typed, chosen: Options, target: Target) -> str:
+    # The same with and without a residual.
+    chosen = replace(chosen, keeps_residual=False)
     return key("tuned", fingerprint(), forward_key(program, chosen), target)
 
 
 # -- the call ----------------------------------------------------------------------------------
 
 
-def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[Any, Any]:
-    """Attention on an sm_90 GPU: (out, lse)."""
+def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Answer:
+    """Attention on an sm_90 GPU."""
     reason = unsupported(program, inputs)
     if reason:
         raise BackendUnavailable(f"backend='hopper' cannot run this call: {reason}")
@@ -262,15 +265,13 @@ def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[An
 
 def run(
     ready: Ready, program: Typed, chosen: Options, inputs: Inputs, bound: tuple[Bound, ...]
-) -> tuple[Any, Any]:
-    """Launch a kernel on the current GPU: (out, lse)."""
-    device = inputs.q.device
-    out = empty_like_q(inputs.q, inputs.v.shape[3])
-    lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device=device)
+) -> Answer:
+    """Launch a kernel on the current GPU."""
+    device, made = inputs.q.device, outputs(inputs)
     turns = turns_of(ready.block_m, inputs)
     grid = programs(turns, device.index)
     drawn, stream = counter(device), current_stream(device.index)
-    values = arguments(inputs, bound, out, lse, drawn)
+    values = arguments(inputs, bound, made, drawn)
     if chosen.stored:
         blocks = ready.block_m, ready.block_n
         values += stored_structure(program, chosen, inputs, bound, blocks).arguments
@@ -278,7 +279,7 @@ def run(
     if turns > grid:
         ready.launcher.clear(drawn, stream)
     launch.launch((grid, 1, 1), stream)
-    return out, lse
+    return made
 
 
 def turns_of(block_m: int, inputs: Inputs) -> int:
@@ -306,14 +307,12 @@ def counter(device: torch.device) -> torch.Tensor:
     return torch.empty(1, dtype=torch.int32, device=device)
 
 
-def arguments(
-    inputs: Inputs, bound: tuple[Bound, ...], out: torch.Tensor, lse: torch.Tensor, drawn: Any
-) -> list[Any]:
+def arguments(inputs: Inputs, bound: tuple[Bound, ...], made: Answer, drawn: Any) -> list[Any]:
     """The run-time arguments, in the order of the kernel's."""
     values: list[Any] = []
-    for x in (inputs.q.detach(), inputs.k.detach(), inputs.v.detach(), out):
+    for x in (inputs.q.detach(), inputs.k.detach(), inputs.v.detach(), made.out):
         values += described(x)
-    values += [lse, drawn, in_float32(inputs.scale)]
+    values += [made.lse, drawn, in_float32(inputs.scale), *made.residuals]
     return values + shared_values(inputs.q_offset, inputs.kv_lens, bound)
 
 

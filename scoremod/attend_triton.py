@@ -16,7 +16,8 @@ from .backends.triton import TRITON, fp_fusion
 from .binding import ELEMENT_OF, Bound
 from .blocks import Blocks
 from .errors import BackendUnavailable
-from .inputs import Inputs, bound_of, empty_like_q, shared_values
+from .gradients import Answer
+from .inputs import Inputs, bound_of, empty_like_q, empty_residual, shared_values
 from .plan import Typed
 from .plan_triton import ELEMENT_BYTES, SMALL, Options, TritonPlan, tiles_of, triton_plan
 from .ready import Interpreted, Ready, ready, stored
@@ -63,6 +64,7 @@ def options(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Options
         offset_per_batch=isinstance(inputs.q_offset, torch.Tensor),
         scale_in_memory=in_memory,
         positive_scale=not isinstance(inputs.scale, torch.Tensor) and inputs.scale > 0,
+        keeps_residual=inputs.keeps_residual,
     )
 
 
@@ -90,21 +92,28 @@ def unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
-def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> tuple[Any, Any]:
-    """Attention on a GPU, or in Triton's interpreter for tensors on the CPU: (out, lse)."""
+def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Answer:
+    """Attention on a GPU, or in Triton's interpreter for tensors on the CPU."""
     with on_device(inputs.q):
         chosen = options(program, inputs, bound)
         kernel = forward(program, chosen, inputs.q.device)
-        out = empty_like_q(inputs.q, inputs.v.shape[3])
-        lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device=inputs.q.device)
+        made = outputs(inputs)
         grid = programs(kernel.block_m, inputs)
         if grid:
-            values = arguments(inputs, bound, out, lse)
+            values = arguments(inputs, bound, made)
             if chosen.stored:
                 blocks = kernel.block_m, kernel.block_n
                 values += stored_structure(program, chosen, inputs, bound, blocks).arguments
             kernel.run(grid, values)
-    return out, lse
+    return made
+
+
+def outputs(inputs: Inputs) -> Answer:
+    """Room for a call's answer."""
+    q, v_head_dim = inputs.q, inputs.v.shape[3]
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    residual = empty_residual(q, v_head_dim) if inputs.keeps_residual else None
+    return Answer(empty_like_q(q, v_head_dim), lse, residual)
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
@@ -221,18 +230,16 @@ def store(program: Typed, chosen: Options, target: Target) -> None:
 # -- arguments ---------------------------------------------------------------------------------
 
 
-def arguments(
-    inputs: Inputs, bound: tuple[Bound, ...], out: torch.Tensor, lse: torch.Tensor
-) -> list[Any]:
+def arguments(inputs: Inputs, bound: tuple[Bound, ...], made: Answer) -> list[Any]:
     """The run-time arguments, in the order of `plan_triton.arguments`."""
     batch = inputs.q.shape[0]
     q = unit_stride(inputs.q.detach())
     k, v = (unit_stride(x.detach()).expand(batch, -1, -1, -1) for x in (inputs.k, inputs.v))
-    values: list[Any] = [q, k, v, out, lse]
-    for x in (q, k, v, out):
+    values: list[Any] = [q, k, v, made.out, made.lse]
+    for x in (q, k, v, made.out):
         values += x.stride()[:3]
     values += [q.shape[2], k.shape[2], q.shape[1], inputs.gqa_group]
-    values.append(in_float32(inputs.scale))
+    values += [in_float32(inputs.scale), *made.residuals]
     return values + shared_values(inputs.q_offset, inputs.kv_lens, bound)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from . import (
 )
 from .binding import Bound
 from .errors import BackendUnavailable
-from .gradients import Gradients, Result, Wanted
+from .gradients import Answer, Gradients, Result, Wanted
 from .inputs import Inputs
 from .plan import Typed
 
@@ -34,10 +33,8 @@ RUN_BACKWARD = {
 }
 
 
-def attend(
-    program: Typed, inputs: Inputs, bound: tuple[Bound, ...], backend: str
-) -> tuple[Any, Any]:
-    """(out, lse) of a call on a backend other than eager."""
+def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...], backend: str) -> Answer:
+    """The answer of a call on a backend other than eager."""
     return RUN[backend](program, inputs, bound)
 
 

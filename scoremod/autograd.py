@@ -16,7 +16,7 @@ from . import attention
 from .binding import Bound, Value
 from .blocks import Blocks
 from .errors import BackendUnavailable, CaptureMismatch
-from .gradients import Result, Wanted
+from .gradients import Answer, Result, Wanted
 from .inputs import Inputs
 from .ir.capture import Capture
 from .plan import Param, Typed
@@ -64,12 +64,13 @@ class Call:
     deterministic: bool | None
     tiles: Tiles | Blocks | None
     slots: tuple[Slot, ...]
+    keeps_residual: bool
     warm: Warm | None = None  # runs the forward of calls like one before
 
     def inputs(self, values: Values) -> Inputs:
         """The call's own tensors and options."""
         q, k, v, scale, q_offset, kv_lens = values[:FIXED]
-        options = (self.precision, self.tiles, self.deterministic)
+        options = (self.precision, self.tiles, self.deterministic, self.keeps_residual)
         return Inputs(q, k, v, scale, q_offset, kv_lens, *options)
 
     def bound(self, values: Values) -> tuple[Bound, ...]:
@@ -83,7 +84,8 @@ def take_apart(
 ) -> tuple[Call, list[Any]]:
     """A bound call as what never is a tensor, and values."""
     options = (inputs.precision, inputs.deterministic, inputs.tiles)
-    call = Call(program, backend, *options, tuple(Slot.of(item) for item in bound))
+    slots = tuple(Slot.of(item) for item in bound)
+    call = Call(program, backend, *options, slots, inputs.keeps_residual)
     values = [inputs.q, inputs.k, inputs.v, inputs.scale, inputs.q_offset, inputs.kv_lens]
     return call, [*values, *(item.given for item in bound)]
 
@@ -91,13 +93,12 @@ def take_apart(
 # -- both directions ---------------------------------------------------------------------------
 
 
-def forward(call: Call, values: Values) -> Pair:
-    """(out, lse) of a call."""
+def forward(call: Call, values: Values) -> Answer:
+    """The answer of a call."""
     if call.warm is not None:
         assert not isinstance(call.tiles, Blocks), "calls with lists of blocks have no kind"
         q, k, v, _, q_offset, kv_lens, *captures = values
-        pair: Pair = call.warm(q, k, v, q_offset, kv_lens, captures, call.tiles, return_lse=True)
-        return pair
+        return call.warm.answer(q, k, v, q_offset, kv_lens, captures, call.tiles, None)
     return attention.attend(call.program, call.inputs(values), call.bound(values), call.backend)
 
 
@@ -150,7 +151,8 @@ def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...], backend: st
         if isinstance(item.given, torch.Tensor) and item.given.requires_grad:
             require_score(item, program)
     call, values = take_apart(program, inputs, bound, backend)
-    return _Attention.apply(call, *values)  # type: ignore[no-any-return, no-untyped-call]
+    out, lse, _ = _Attention.apply(call, *values)  # type: ignore[no-untyped-call]
+    return out, lse
 
 
 @dataclass(frozen=True)
@@ -182,19 +184,19 @@ class Recorded:
     ) -> Any:
         """out, or (out, lse)."""
         call = self.call if tiles is None else replace(self.call, tiles=tiles)
-        pair = _Attention.apply(call, q, k, v, self.scale, q_offset, kv_lens, *captures)  # type: ignore[no-untyped-call]
-        return pair if return_lse else pair[0]
+        out, lse, _ = _Attention.apply(call, q, k, v, self.scale, q_offset, kv_lens, *captures)  # type: ignore[no-untyped-call]
+        return (out, lse) if return_lse else out
 
 
 class _Attention(torch.autograd.Function):
     """The attention of a call."""
 
     @staticmethod
-    def forward(call: Call, *values: Any) -> Pair:
+    def forward(call: Call, *values: Any) -> Answer:
         return forward(call, values)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Answer) -> None:
         ctx.call, *values = inputs
         tensors = [x if isinstance(x, torch.Tensor) else None for x in values]
         ctx.numbers = [None if isinstance(x, torch.Tensor) else x for x in values]
@@ -202,8 +204,8 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, ...]:
-        *tensors, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad_out: Any, grad_lse: Any, _: Any) -> tuple[Any, ...]:
+        *tensors, out, lse, residual = ctx.saved_tensors
         values = [
             number if x is None else x for number, x in zip(ctx.numbers, tensors, strict=True)
         ]
@@ -212,7 +214,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * (1 + len(values))
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         found = iter(
-            _Backward.apply(ctx.call, wanted, out, lse, grad_out, grad_lse, *values)  # type: ignore[no-untyped-call]
+            _Backward.apply(ctx.call, wanted, out, lse, residual, grad_out, grad_lse, *values)  # type: ignore[no-untyped-call]
         )
         return (None, *(next(found) if wants else None for wants in wanted))
 
@@ -229,11 +231,12 @@ class _Backward(torch.autograd.Function):
         wanted: Sequence[bool],
         out: torch.Tensor,
         lse: torch.Tensor,
+        residual: torch.Tensor | None,
         grad_out: torch.Tensor,
         grad_lse: torch.Tensor | None,
         *values: Any,
     ) -> tuple[torch.Tensor, ...]:
-        found = backward(call, values, Result(out, lse, grad_out, grad_lse), wanted)
+        found = backward(call, values, Result(out, lse, grad_out, grad_lse, residual), wanted)
         return tuple(x for x in found if x is not None)
 
     @staticmethod

@@ -20,7 +20,7 @@ from .attend_triton import in_float32, on_device, stored_structure
 from .backends.compile_hopper import Refused
 from .backends.compile_hopper_backward import compile_plan
 from .backends.compile_triton import Kernel, compile_kernel
-from .backends.hopper import HOPPER
+from .backends.hopper import HOPPER, WITHOUT_PRODUCTS
 from .backward_triton import Call, call_of, collected, nothing, over_batch, row_values, sum_others
 from .binding import ELEMENT_OF, Bound
 from .cache import CACHE, fingerprint, key
@@ -248,11 +248,11 @@ def sources(program: Typed, chosen: Options, target: Target) -> list[str]:
 
 def rows_kernel(call: Call, block_m: int) -> Ready:
     """The kernel that looks at each row first."""
-    chosen, has_grad_lse = small_options(call.options), call.result.grad_lse is not None
+    chosen, given = small_options(call.options), call.result.given
     return _small(
         call,
-        (ROWS, chosen, block_m, has_grad_lse),
-        lambda target: rows_plan(chosen, target, block_m, has_grad_lse=has_grad_lse),
+        (ROWS, chosen, block_m, *given.values()),
+        lambda target: rows_plan(chosen, target, block_m, **given),
     )
 
 
@@ -287,7 +287,7 @@ def _small(call: Call, what: tuple[object, ...], plan: Callable[[Target], SmallP
 
 def small_source(plan: SmallPlan) -> str:
     """The text of a kernel without products."""
-    return render(f"{plan.kernel}.py", plan, HOPPER)
+    return render(f"{plan.kernel}.py", plan, WITHOUT_PRODUCTS)
 
 
 def compile_small(plan: SmallPlan) -> Kernel:
@@ -353,7 +353,7 @@ def look_at_rows(call: Call, do: Tensor, block_m: int) -> tuple[Tensor, Tensor]:
     values: list[Any] = [o, do, lse, grad_lse, rows, sums]
     values += [*o.stride()[:3], *do.stride()[:3], *grad_lse.stride()]
     _, q_heads, q_len, _ = call.inputs.q.shape
-    rows_kernel(call, block_m).run(tiles, [*values, q_len, q_heads])
+    rows_kernel(call, block_m).run(tiles, [*values, q_len, q_heads, *result.residuals])
     return rows, sums
 
 

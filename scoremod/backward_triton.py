@@ -273,6 +273,7 @@ def backward_options(
         chosen,
         short=False,
         stored=stored,
+        keeps_residual=False,
         wide_offsets=chosen.wide_offsets or any(reach(x) > INT32_MAX for x in tensors),
         aligned=chosen.aligned
         and all(is_aligned(x, element_bytes) for x in tensors)
@@ -429,9 +430,12 @@ def compile_small(plan: SmallPlan) -> Kernel:
     )
 
 
-def delta_key(chosen: Options, *, has_grad_lse: bool) -> tuple[object, ...]:
+def delta_key(
+    chosen: Options, *, has_grad_lse: bool, has_residual: bool = False
+) -> tuple[object, ...]:
     """What decides the kernel that looks at each row: not the variant."""
-    rows = Rows(chosen.dtype, chosen.v_head_dim, chosen.wide_offsets, chosen.aligned, has_grad_lse)
+    given = (has_grad_lse, has_residual)
+    rows = Rows(chosen.dtype, chosen.v_head_dim, chosen.wide_offsets, chosen.aligned, *given)
     return (DELTA, rows)
 
 
@@ -451,11 +455,9 @@ def row_values(call: Call) -> Tensor:
     The LSE in base 2, +inf for a row without keys, and rowsum(o * do) less the LSE's gradient.
     """
     chosen, result, lse = call.options, call.result, call.result.lse.contiguous()
-    has_grad_lse = result.grad_lse is not None
+    given = result.given
     kernel = _small(
-        call,
-        delta_key(chosen, has_grad_lse=has_grad_lse),
-        lambda target: delta_plan(chosen, target, has_grad_lse=has_grad_lse),
+        call, delta_key(chosen, **given), lambda target: delta_plan(chosen, target, **given)
     )
     rows = torch.empty((*lse.shape, 2), dtype=torch.float32, device=call.device)
     grad_lse = lse if result.grad_lse is None else result.grad_lse.to(torch.float32)
@@ -464,7 +466,7 @@ def row_values(call: Call) -> Tensor:
     values += [*o.stride()[:3], *call.grad_out.stride()[:3], *grad_lse.stride()]
     batch, q_heads, q_len = lse.shape
     tiles = -(-q_len // kernel.block_m)
-    kernel.run(tiles * batch * q_heads, [*values, q_len, q_heads])
+    kernel.run(tiles * batch * q_heads, [*values, q_len, q_heads, *result.residuals])
     return rows
 
 

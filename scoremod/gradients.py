@@ -1,13 +1,30 @@
-"""What a backward is asked for and what it gives: the same two values for every backend.
+"""What a forward gives, what a backward is asked for, what it gives: the same for every backend.
 
-Each backend has `backward(program, inputs, bound, result, wanted) -> Gradients`.
+Each has `attend(program, inputs, bound) -> Answer`, and
+`backward(program, inputs, bound, result, wanted) -> Gradients`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
+
+
+class Answer(NamedTuple):
+    """What a forward gives."""
+
+    out: torch.Tensor  # [B, Hq, Lq, Dv]
+    lse: torch.Tensor  # [B, Hq, Lq], natural log, -inf for a row without keys
+    # What rounding took from out, in 4 bits an element: int32 [B, Hq, Lq, 4 * ceil(Dv / 32)], in
+    # the order of `packed` in templates/triton/tile.py; None where it is not kept.
+    residual: torch.Tensor | None = None
+
+    @property
+    def residuals(self) -> tuple[torch.Tensor, ...]:
+        """The residual as an argument of a kernel that writes it."""
+        return () if self.residual is None else (self.residual,)
 
 
 @dataclass(frozen=True)
@@ -18,6 +35,20 @@ class Result:
     lse: torch.Tensor  # [B, Hq, Lq], natural log, -inf for a row without keys
     grad_out: torch.Tensor  # like out; any strides
     grad_lse: torch.Tensor | None  # like lse; None where nothing came
+    residual: torch.Tensor | None = None  # as the forward gave it
+
+    @property
+    def given(self) -> dict[str, bool]:
+        """What the kernel that looks at each row is specialised for."""
+        return {
+            "has_grad_lse": self.grad_lse is not None,
+            "has_residual": self.residual is not None,
+        }
+
+    @property
+    def residuals(self) -> tuple[torch.Tensor, ...]:
+        """The residual as the last argument of the kernel that looks at each row."""
+        return () if self.residual is None else (self.residual,)
 
 
 @dataclass(frozen=True)

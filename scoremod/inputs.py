@@ -18,8 +18,10 @@ from .errors import InputMismatch
 from .ir.capture import Kind
 from .ir.ops import Type
 from .plan import Typed
+from .plan_triton import residual_words
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HALVES = (torch.float16, torch.bfloat16)
+DTYPES = (*HALVES, torch.float32, torch.float64)
 PRECISIONS = ("auto", "exact", "fast")
 
 
@@ -36,6 +38,7 @@ class Inputs:
     precision: str = "auto"
     tiles: Any = None  # prepared Tiles, or the user's Blocks
     deterministic: bool | None = None  # None: as torch's own switch says
+    keeps_residual: bool = False  # the forward is to write what rounding takes from out
 
     @property
     def sizes(self) -> Sizes:
@@ -198,6 +201,12 @@ def empty_like_q(q: torch.Tensor, v_head_dim: int) -> torch.Tensor:
     out = torch.empty(sizes, dtype=q.dtype, device=q.device)
     inverse = sorted(range(3), key=order.__getitem__)
     return out.permute(*inverse, 3)
+
+
+def empty_residual(q: torch.Tensor, v_head_dim: int) -> torch.Tensor:
+    """Room for what rounding takes from an output (`gradients.Result.residual`)."""
+    shape = (*q.shape[:3], residual_words(v_head_dim))
+    return torch.empty(shape, dtype=torch.int32, device=q.device)
 
 
 def bound_of(program: Typed, bound: tuple[Bound, ...]) -> tuple[Bound, ...]:

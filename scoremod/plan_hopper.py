@@ -29,6 +29,8 @@ from .plan_triton import (
     Argument,
     Options,
     kv_range,
+    residual_arguments,
+    residual_words,
     scalars_in_memory,
     shared_arguments,
     structure_places,
@@ -328,6 +330,15 @@ class HopperPlan(TileReader):
         return _SAID if self.stored else first
 
     @property
+    def rows_out(self) -> str:
+        """Beside o, the arguments that a consumer writes rows of."""
+        return "lse, residual" if self.options.keeps_residual else "lse"
+
+    @property
+    def residual_words(self) -> int:
+        return residual_words(self.options.v_head_dim)
+
+    @property
     def heads_together(self) -> int:
         return HEADS_TOGETHER
 
@@ -459,5 +470,5 @@ def arguments(params: tuple[Param, ...], options: Options) -> tuple[Argument, ..
     """The run-time arguments after q, k, v and o, in order."""
     found = [Argument("lse", "*fp32"), Argument("counter", "*i32")]
     found.append(Argument("sm_scale", "*fp32" if options.scale_in_memory else "fp32"))
-    found += shared_arguments(params, options)
+    found += residual_arguments(options) + shared_arguments(params, options)
     return (*found, *(structure_places() if options.stored else ()))

@@ -19,6 +19,7 @@ from .plan_triton import (
     POINTER_TYPE,
     Argument,
     Options,
+    residual_words,
     scalars_in_memory,
     shared_arguments,
     structure_places,
@@ -349,21 +350,35 @@ class SmallPlan:
     arguments: tuple[Argument, ...]
     constants: dict[str, int]
     has_grad_lse: bool = False
+    has_residual: bool = False
     functions: tuple[DeviceFunction, ...] = ()
 
+    @property
+    def residual_words(self) -> int:
+        return residual_words(self.options.v_head_dim)
 
-def rows_plan(options: Options, target: Target, block_m: int, *, has_grad_lse: bool) -> SmallPlan:
+
+def rows_plan(
+    options: Options,
+    target: Target,
+    block_m: int,
+    *,
+    has_grad_lse: bool,
+    has_residual: bool = False,
+) -> SmallPlan:
     """Decide the kernel that looks at each row first."""
     tensor, offset = POINTER_TYPE[options.dtype], "i64" if options.wide_offsets else "i32"
     names = ("lse", "grad_lse", "row_values", "dq_sums")
     found = [Argument("o", tensor), Argument("do", tensor), *(Argument(n, "*fp32") for n in names)]
     found += strides(("o", "do", "grad_lse"), offset)
+    found += [Argument("q_len", "i32"), Argument("q_heads", "i32")]
+    found += [Argument("residual", "*i32")] if has_residual else []
     return SmallPlan(
         ROWS,
         f"What the backward needs of each row: Triton, {target}",
         target,
         options,
-        (*found, Argument("q_len", "i32"), Argument("q_heads", "i32")),
+        tuple(found),
         {
             "V_HEAD_DIM": options.v_head_dim,
             "BLOCK_D": width_of(options),
@@ -371,6 +386,7 @@ def rows_plan(options: Options, target: Target, block_m: int, *, has_grad_lse: b
             "BLOCK_M": block_m,
         },
         has_grad_lse,
+        has_residual,
     )
 
 

@@ -40,6 +40,7 @@ class Options:
     stored: bool = False  # which tiles to visit is read from memory (`plan_structure.py`)
     blocks: bool = False  # the user gives blocks that may be visited, too
     coarse: bool = False  # so many pairs that a structure of small tiles would take much memory
+    keeps_residual: bool = False  # what rounding o to 16 bits takes away is written, too
 
 
 @dataclass(frozen=True)
@@ -256,6 +257,10 @@ class AttentionPlan:
         return self.score is None
 
     @property
+    def residual_words(self) -> int:
+        return residual_words(self.options.v_head_dim)
+
+    @property
     def exact(self) -> bool:
         return self.options.precision == "exact"
 
@@ -376,6 +381,11 @@ def triton_plan(
 def padded(head_dim: int) -> int:
     """The power of two, at least 16, that tiles have in place of a head dim."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def residual_words(v_head_dim: int) -> int:
+    """Int32 of a row of o's residual: 4 bits an element, 32 elements in 4 words (`packed`)."""
+    return -(-v_head_dim // 32) * 4
 
 
 def tiles_of(program: Typed, options: Options, target: Target) -> tuple[Tile, ...]:
@@ -544,8 +554,13 @@ def arguments(params: tuple[Param, ...], options: Options) -> tuple[Argument, ..
         found += [Argument(f"{name}_stride_{axis}", offset) for axis in ("b", "h", "l")]
     found += [Argument(name, "i32") for name in ("q_len", "kv_len", "q_heads", "gqa_group")]
     found.append(Argument("sm_scale", "*fp32" if options.scale_in_memory else "fp32"))
-    found += shared_arguments(params, options)
+    found += residual_arguments(options) + shared_arguments(params, options)
     return (*found, *(structure_places() if options.stored else ()))
+
+
+def residual_arguments(options: Options) -> list[Argument]:
+    """Where the residual of o goes, if it is kept."""
+    return [Argument("residual", "*i32")] if options.keeps_residual else []
 
 
 def structure_places() -> tuple[Argument, ...]:

@@ -39,6 +39,7 @@ from .plan_triton import (
     Run,
     Segment,
     padded,
+    residual_words,
     runs_of,
     scalars_in_memory,
     segments_of,
@@ -384,6 +385,7 @@ class Rows:
     wide_offsets: bool
     aligned: bool
     has_grad_lse: bool
+    has_residual: bool = False
 
 
 @dataclass(frozen=True)
@@ -394,6 +396,7 @@ class DeltaPlan:
     target: Target
     options: Options
     has_grad_lse: bool
+    has_residual: bool = False
     block_m: int = 64
     comments: tuple[str, ...] = ()
     functions: tuple[DeviceFunction, ...] = ()
@@ -404,7 +407,12 @@ class DeltaPlan:
         found = [Argument(name, POINTER_TYPE[self.options.dtype]) for name in ("o", "do")]
         found += [Argument(n, "*fp32") for n in ("lse", "grad_lse", "row_values")]
         found += strides(("o", "do", "grad_lse"), offset)
-        return (*found, Argument("q_len", "i32"), Argument("q_heads", "i32"))
+        found += [Argument("q_len", "i32"), Argument("q_heads", "i32")]
+        return (*found, *([Argument("residual", "*i32")] if self.has_residual else []))
+
+    @property
+    def residual_words(self) -> int:
+        return residual_words(self.options.v_head_dim)
 
     @property
     def constants(self) -> dict[str, int]:
@@ -412,9 +420,12 @@ class DeltaPlan:
         return {"V_HEAD_DIM": v_head_dim, "BLOCK_DV": padded(v_head_dim), "BLOCK_M": self.block_m}
 
 
-def delta_plan(options: Options, target: Target, *, has_grad_lse: bool) -> DeltaPlan:
+def delta_plan(
+    options: Options, target: Target, *, has_grad_lse: bool, has_residual: bool = False
+) -> DeltaPlan:
     """Decide the kernel that looks at each row first: no variant has one of its own."""
-    return DeltaPlan(f"{TITLE_OF[DELTA]}: portable Triton, {target}", target, options, has_grad_lse)
+    title = f"{TITLE_OF[DELTA]}: portable Triton, {target}"
+    return DeltaPlan(title, target, options, has_grad_lse, has_residual)
 
 
 # -- captures by pairs -------------------------------------------------------------------------

@@ -168,8 +168,8 @@ def _candidate(plan: HopperPlan, case: Case, chosen: Options, inputs: Inputs) ->
 
 def _call(ready: Ready, case: Case, chosen: Options, inputs: Inputs) -> Callable[[], torch.Tensor]:
     def call() -> torch.Tensor:
-        out, _ = attend_hopper.run(ready, case.program, chosen, inputs, case.bound)
-        return out  # type: ignore[no-any-return]
+        out, *_ = attend_hopper.run(ready, case.program, chosen, inputs, case.bound)
+        return out
 
     return call
 

@@ -14,11 +14,12 @@ import torch
 
 from . import attend_hopper, attend_triton
 from .binding import Bound
+from .gradients import Answer
 from .inputs import Inputs, bound_of, empty_like_q
 from .ir.capture import Kind
 from .launch import Launcher, current_stream
 from .plan import Typed
-from .plan_triton import SMALL, Options
+from .plan_triton import SMALL, Options, residual_words
 from .structure import Sizes, Structure, structure
 from .tiles import Tiles
 
@@ -121,6 +122,13 @@ class Places:
     out: int
     lse: int
     q_offset: int  # then kv_lens, where there are any, and the captures
+    residual: int | None = None
+
+    def of(self, inputs: Inputs) -> Places:
+        """The places in a kernel that may keep a residual, which stands before q_offset."""
+        if not inputs.keeps_residual:
+            return self
+        return replace(self, q_offset=self.q_offset + 1, residual=self.q_offset)
 
     @property
     def kv_lens(self) -> int:
@@ -143,6 +151,7 @@ class Warm:
     values: tuple[Any, ...]  # the arguments, with holes for what changes
     captures: tuple[int, ...]  # which argument each capture is
     lse_shape: tuple[int, ...]
+    residual_shape: tuple[int, ...]
     spare_lse: torch.Tensor | None  # written where nobody reads the lse
     out_like_q: bool
     v_head_dim: int
@@ -163,14 +172,33 @@ class Warm:
         return_lse: bool,
     ) -> Any:
         """out, or (out, lse)."""
-        out = torch.empty_like(q) if self.out_like_q else empty_like_q(q, self.v_head_dim)
         lse = None if return_lse else self.spare_lse
+        found = self.answer(q, k, v, q_offset, kv_lens, captures, tiles, lse)
+        return (found.out, found.lse) if return_lse else found.out
+
+    def answer(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_offset: int,
+        kv_lens: torch.Tensor | None,
+        captures: Sequence[Value],
+        tiles: Tiles | None,
+        lse: torch.Tensor | None,
+    ) -> Answer:
+        """The call's answer, with a new lse where none is given."""
+        out = torch.empty_like(q) if self.out_like_q else empty_like_q(q, self.v_head_dim)
         if lse is None:
             lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device)
         values, at = list(self.values), self.places
         values[at.q], values[at.k], values[at.v] = q, k, v
         values[at.out], values[at.lse] = out, lse
         values[at.q_offset] = q_offset
+        residual = None
+        if at.residual is not None:
+            residual = torch.empty(self.residual_shape, dtype=torch.int32, device=q.device)
+            values[at.residual] = residual
         if kv_lens is not None:
             values[at.kv_lens] = kv_lens
         for position, value in zip(self.captures, captures, strict=True):
@@ -185,7 +213,7 @@ class Warm:
         else:
             launch = self.launcher.prepare(values, self.device)
         launch.launch(self.grid, stream)
-        return (out, lse) if return_lse else out
+        return Answer(out, lse, residual)
 
 
 # The largest lse, in bytes, that a kind of call keeps to itself. On small problems an allocation
@@ -204,15 +232,15 @@ def warm_portable(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> W
         return None
     if inputs.q.device.index != torch.cuda.current_device():
         return None
-    out, lse = outputs(inputs)
+    made, places = outputs(inputs), PORTABLE.of(inputs)
     return Warm(
         ready.launcher,
         (attend_triton.programs(ready.block_m, inputs), 1, 1),
-        PORTABLE,
-        _without_tensors(attend_triton.arguments(inputs, bound, out, lse)),
-        _positions(PORTABLE, inputs, bound),
-        **_about(inputs, out, lse),
-        tiles=_warm_tiles(PORTABLE, program, chosen, inputs, bound, (ready.block_m, ready.block_n)),
+        places,
+        _without_tensors(attend_triton.arguments(inputs, bound, made)),
+        _positions(places, inputs, bound),
+        **_about(inputs, made),
+        tiles=_warm_tiles(places, program, chosen, inputs, bound, (ready.block_m, ready.block_n)),
     )
 
 
@@ -231,18 +259,18 @@ def warm_hopper(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> War
     ready = attend_hopper.forward(program, chosen, inputs.q.device)
     turns = attend_hopper.turns_of(ready.block_m, inputs)
     grid = attend_hopper.programs(turns, device)
-    out, lse = outputs(inputs)
+    made, places = outputs(inputs), HOPPER.of(inputs)
     counter = attend_hopper.counter(inputs.q.device)
-    values = _without_tensors(attend_hopper.arguments(inputs, bound, out, lse, counter))
+    values = _without_tensors(attend_hopper.arguments(inputs, bound, made, counter))
     return Warm(
         ready.launcher,
         (grid, 1, 1),
-        HOPPER,
+        places,
         # A counter that nobody reads stays.
         (*values[:COUNTER], counter, *values[COUNTER + 1 :]),
-        _positions(HOPPER, inputs, bound),
-        **_about(inputs, out, lse),
-        tiles=_warm_tiles(HOPPER, program, chosen, inputs, bound, (ready.block_m, ready.block_n)),
+        _positions(places, inputs, bound),
+        **_about(inputs, made),
+        tiles=_warm_tiles(places, program, chosen, inputs, bound, (ready.block_m, ready.block_n)),
         counter=COUNTER if turns > grid else None,
     )
 
@@ -250,11 +278,10 @@ def warm_hopper(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> War
 WARM = {"triton": warm_portable, "hopper": warm_hopper}
 
 
-def outputs(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """An out and an lse for a call, without memory."""
-    lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device="meta")
+def outputs(inputs: Inputs) -> Answer:
+    """A call's answer, without memory."""
     q = torch.empty_strided(inputs.q.shape, inputs.q.stride(), dtype=inputs.q.dtype, device="meta")
-    return empty_like_q(q, inputs.v.shape[3]), lse
+    return attend_triton.outputs(replace(inputs, q=q))
 
 
 def _without_tensors(values: Sequence[Any]) -> tuple[Any, ...]:
@@ -262,12 +289,13 @@ def _without_tensors(values: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(None if isinstance(x, torch.Tensor) else x for x in values)
 
 
-def _about(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> dict[str, Any]:
+def _about(inputs: Inputs, made: Answer) -> dict[str, Any]:
     """The fields of `Warm` about outputs and device."""
-    like_q = torch.empty_like(inputs.q, device="meta")
+    like_q, (out, lse, _) = torch.empty_like(inputs.q, device="meta"), made
     spare = 4 * lse.numel() <= SPARE_LSE
     return {
         "lse_shape": tuple(lse.shape),
+        "residual_shape": (*lse.shape, residual_words(inputs.v.shape[3])),
         "spare_lse": torch.empty_like(lse, device=inputs.q.device) if spare else None,
         "out_like_q": (like_q.shape, like_q.stride()) == (out.shape, out.stride()),
         "v_head_dim": inputs.v.shape[3],

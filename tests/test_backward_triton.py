@@ -61,7 +61,7 @@ def run(
     with torch.no_grad():
         program, bound = variant._bind(call, inputs.sizes, inputs.q.device)
         known = variant._type(program, bound)
-        out, lse = attend_triton.attend(known, inputs, bound)
+        out, lse, _ = attend_triton.attend(known, inputs, bound)
         wanted = Wanted(True, True, True, frozenset(learned))
         return out, backward(known, inputs, bound, Result(out, lse, do, dlse), wanted)
 
@@ -365,7 +365,7 @@ def test_only_what_is_wanted_is_given() -> None:
     inputs = check_inputs(q, k, v, scale=None, q_offset=0, kv_lens=None, precision="auto")
     program, bound = NOOP._bind({}, inputs.sizes, q.device)
     known = NOOP._type(program, bound)
-    out, lse = attend_triton.attend(known, inputs, bound)
+    out, lse, _ = attend_triton.attend(known, inputs, bound)
     found = backward(known, inputs, bound, Result(out, lse, out, None), Wanted(True, False, False))
     assert found.q is not None and found.k is None and found.v is None and not found.captures
 

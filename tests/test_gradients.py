@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor
 import scoremod
 from scoremod import autograd, parse, variants
 from scoremod.errors import BackendUnavailable, CaptureMismatch
+from scoremod.gradients import Answer
 from scoremod.inputs import check_inputs
 from scoremod.ir.capture import Capture, Kind
 from scoremod.ir.ops import Op, Type
@@ -436,12 +438,13 @@ def test_a_call_like_one_before_has_the_same_gradients() -> None:
     known = LEARNED._type(program, bound)
     ran = []
 
-    def warm(q: Any, k: Any, v: Any, q_offset: int, *rest: Any, return_lse: bool) -> Any:
+    def answer(q: Any, k: Any, v: Any, q_offset: int, *rest: Any) -> Answer:
         ran.append(rest)
         names = (item.param.name for item in bound)
         captures = dict(zip(names, rest[1], strict=True))
-        return LEARNED(q, k, v, q_offset=q_offset, return_lse=return_lse, **captures)
+        return Answer(*LEARNED(q, k, v, q_offset=q_offset, return_lse=True, **captures))
 
+    warm = SimpleNamespace(answer=answer)
     again = autograd.Recorded.of(known, inputs, bound, "cpu", warm)  # type: ignore[arg-type]
     captures = [item.given for item in bound]
     leaves = [*qkv, *given.values()]

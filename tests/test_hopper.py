@@ -22,6 +22,7 @@ from scoremod.backends.compile_hopper import complaint, launched, spills_in_loop
 from scoremod.backends.compile_triton import Kernel, Report, softmax_loops
 from scoremod.blocks import Blocks
 from scoremod.errors import BackendUnavailable
+from scoremod.gradients import Answer
 from scoremod.inputs import check_inputs
 from scoremod.plan import Typed, assumed_params, typed
 from scoremod.plan_hopper import CONFIGS, REGISTERS, HopperPlan, padded
@@ -304,7 +305,7 @@ def test_arguments_reach_the_kernel_in_its_order() -> None:
     inputs = check_inputs(q, q, q, scale=0.5, q_offset=7, kv_lens=None, precision="auto")
     _, bound = variant._bind({"slopes": torch.rand(4)}, inputs.sizes, q.device)
     lse, drawn = torch.empty(2, 4, 128), torch.zeros(1, dtype=torch.int32)
-    values = attend_hopper.arguments(inputs, bound, q, lse, drawn)
+    values = attend_hopper.arguments(inputs, bound, Answer(q, lse), drawn)
     given = dict(zip(names, values, strict=True))
     assert (given["q_size_1"], given["k_stride_2"], given["sm_scale"]) == (4, 64, 0.5)
     assert (given["q_offset"], given["slopes_size_0"]) == (7, 4)
@@ -314,19 +315,25 @@ def test_arguments_reach_the_kernel_in_its_order() -> None:
 def test_warm_calls_know_the_places() -> None:
     from scoremod.warm import COUNTER, HOPPER, PORTABLE
 
-    hopper = [a.name for a in launched(plans(NOOP)[0])]
-    portable = [a.name for a in _portable_arguments()]
-    for names, places in ((hopper, HOPPER), (portable, PORTABLE)):
-        fields = {"q": places.q, "k": places.k, "v": places.v, "o": places.out}
-        fields |= {"lse": places.lse, "q_offset": places.q_offset}
-        assert {name: names.index(name) for name in fields} == fields
-    assert hopper.index("counter") == COUNTER
+    x = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16)
+    inputs = check_inputs(x, x, x, scale=None, q_offset=0, kv_lens=None, precision="auto")
+    for keeps in (False, True):
+        hopper = [a.name for a in launched(plans(NOOP, keeps_residual=keeps)[0])]
+        portable = [a.name for a in _portable_arguments(keeps_residual=keeps)]
+        for names, plain in ((hopper, HOPPER), (portable, PORTABLE)):
+            places = plain.of(replace(inputs, keeps_residual=keeps))
+            fields = {"q": places.q, "k": places.k, "v": places.v, "o": places.out}
+            fields |= {"lse": places.lse, "q_offset": places.q_offset}
+            fields |= {"residual": places.residual} if keeps else {}
+            assert {name: names.index(name) for name in fields} == fields
+            assert keeps == ("residual" in names)
+        assert hopper.index("counter") == COUNTER
 
 
-def _portable_arguments() -> tuple[Any, ...]:
+def _portable_arguments(**options: Any) -> tuple[Any, ...]:
     from scoremod.plan_triton import arguments
 
-    return arguments((), Options("bf16", 64, 64))
+    return arguments((), Options("bf16", 64, 64, **options))
 
 
 def test_one_kernel_serves_all_lengths() -> None:
@@ -392,10 +399,10 @@ LARGE = {
     ("name", "head_dim", "options"),
     [
         ("noop", 64, {}),
-        ("softcap", 128, {}),
+        ("softcap", 128, {"keeps_residual": True}),
         ("documents", 128, {**LARGE, "has_kv_lens": True}),
     ],
-    ids=["noop", "softcap", "documents in 64 bits"],
+    ids=["noop", "softcap with gradients", "documents in 64 bits"],
 )
 def test_kernels_compile_without_spills(
     apart: Callable[..., Any], name: str, head_dim: int, options: dict[str, Any]
@@ -404,10 +411,11 @@ def test_kernels_compile_without_spills(
 
 
 @pytest.mark.compile_all
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", NAMED)
 def test_all_kernels_compile_without_spills(
-    apart: Callable[..., Any], name: str, head_dim: int, dtype: str
+    apart: Callable[..., Any], name: str, head_dim: int, dtype: str, keeps: bool
 ) -> None:
-    check(apart(compiled, name, head_dim, dtype, {}), name, head_dim)
+    check(apart(compiled, name, head_dim, dtype, {"keeps_residual": keeps}), name, head_dim)

@@ -224,6 +224,16 @@ def test_fake_and_meta_tensors_have_the_shape_of_the_answer() -> None:
             ALIBI(a[..., :8], b, c, slopes=slopes)
 
 
+def test_no_backend_is_chosen_for_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That looks at the memory of tensors on a GPU, of which these have none."""
+    from torch._subclasses import FakeTensorMode
+
+    monkeypatch.setattr(library.attention, "choose_backend", None)
+    with FakeTensorMode() as mode:
+        q, k, v = (mode.from_tensor(x).requires_grad_() for x in tensors(SMALL))
+    assert variants.causal(q, k, v).requires_grad
+
+
 def test_mistakes_in_front_of_the_operator() -> None:
     q, k, v = (x.to("meta") for x in tensors(SMALL))
     with pytest.raises(MissingCapture, match="was not given"):

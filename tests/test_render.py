@@ -130,7 +130,8 @@ SAID = {
 }
 OPTIONS = [
     Options("f16", 64, 64),
-    Options("bf16", 80, 128, small=False, wide_offsets=True, has_kv_lens=True),
+    Options("bf16", 80, 128, small=False, wide_offsets=True, has_kv_lens=True,
+            keeps_residual=True),
     Options("f32", 17, 31, "exact", offset_per_batch=True, scale_in_memory=True, short=True,
             positive_scale=False, aligned=False),
 ]  # fmt: skip

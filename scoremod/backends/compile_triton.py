@@ -266,7 +266,7 @@ def _source(
 
 def _divisors(types: Mapping[str, str]) -> dict[str, int]:
     """What `aligned` promises: pointers count bytes, strides count elements."""
-    found = {name: 16 for name in ("row_values", "dq_sums") if name in types}
+    found = {name: 16 for name in ("residual", "row_values", "dq_sums") if name in types}
     for name, kind in types.items():
         tensor = re.fullmatch(r"(d?[qkvo])(_stride_\w+)?", name)
         if tensor and kind.startswith("*"):

@@ -6,6 +6,7 @@ Gluon has Triton's elementwise operations under the same names, so `tl.where` is
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from ..plan import DeviceFunction
 from ..plan_hopper import HopperPlan
@@ -35,3 +36,6 @@ HOPPER = Backend(
     borrowed="triton",
     translate=in_gluon,
 )
+
+# Kernels without products are in Triton itself, and so are their shared steps.
+WITHOUT_PRODUCTS = replace(HOPPER, translate=str)

@@ -434,3 +434,65 @@ def along_diagonals(x, BLOCK: tl.constexpr):
     below = tl.sum(tl.where(u <= row, turned, 0.0), 0)
     above = tl.sum(tl.where(u <= row, 0.0, turned), 0)
     return below, above
+
+
+# -- what rounding o to 16 bits takes away -----------------------------------------------------
+
+# delta = rowsum(o * do) would carry the rounding of o into every gradient of scores. A backward is
+# given the residual beside o: 4 bits an element, in 16ths of o's last place. As floats of one sign
+# are in the order of their bits, it is a difference of bits, also where o is a power of two.
+
+
+@triton.jit
+def bits_of(x):
+    return x.to(tl.float32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def residual_codes(x, o):
+    """The residual x - o of floats rounded to `o`: -8..7 in two's complement of 4 bits."""
+    SHIFT: tl.constexpr = 9 if o.dtype == tl.float16 else 12
+    apart = bits_of(x) - bits_of(o) + (1 << (SHIFT - 1))
+    apart = tl.minimum(apart, (8 << SHIFT) - 1)
+    if o.dtype == tl.float16:
+        # Where its exponents end, last places count more than here.
+        apart = tl.maximum(apart, -(8 << SHIFT))
+    return (apart >> SHIFT) & 15
+
+
+@triton.jit
+def restored(o, codes):
+    """float32 within a 16th of the last place of what was rounded to `o`, mostly within a 32nd."""
+    SHIFT: tl.constexpr = 9 if o.dtype == tl.float16 else 12
+    near = (bits_of(o) + (codes << SHIFT)).to(tl.float32, bitcast=True)
+    # Numbers too large for float16 became infinite.
+    return tl.where(tl.abs(o.to(tl.float32)) == float("inf"), o.to(tl.float32), near)
+
+
+@triton.jit
+def packed(codes, columns, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Codes [ROWS, WIDTH] as words of int32 [ROWS, 4 for 32 columns], without moving a value.
+
+    Four threads share a row of a product, and hold two columns of each 8: word L of 32 columns has
+    the columns 2L and 2L + 1, those 8 further on in its next byte, and so on.
+    """
+    GROUPS: tl.constexpr = 4 if WIDTH >= 32 else WIDTH // 8
+    codes = codes << (columns % 32 // 8 * 8 + columns % 2 * 4)[None, :]
+    codes = tl.reshape(codes, [ROWS, WIDTH // (8 * GROUPS), GROUPS, 4, 2])
+    return tl.reshape(tl.sum(tl.sum(codes, 4), 2), [ROWS, WIDTH // (2 * GROUPS)])
+
+
+@triton.jit
+def load_codes(rows, exists, WORDS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Codes [ROWS, WIDTH] of rows of packed words; 0 in rows that do not exist.
+
+    The first bytes of 4 words have the codes of 8 columns of o, and so on.
+    """
+    GROUPS: tl.constexpr = 4 if WIDTH >= 32 else WIDTH // 8
+    chunk = tl.arange(0, WIDTH // (8 * GROUPS))[None, :, None, None]
+    group = tl.arange(0, GROUPS)[None, None, :, None]
+    word = 4 * chunk + tl.arange(0, 4)[None, None, None, :] + 0 * group
+    inside = exists[:, None, None, None] & (word < WORDS)
+    words = tl.load(rows[:, None, None, None] + word, mask=inside, other=0)
+    even, odd = words << (28 - 8 * group), words << (24 - 8 * group)
+    return tl.reshape(tl.join(even >> 28, odd >> 28), [ROWS, WIDTH])
