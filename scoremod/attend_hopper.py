@@ -64,14 +64,20 @@ def unfit(program: Typed, inputs: Inputs) -> str:
         return "there is nothing to copy"
     if q.shape[2] <= SHORT:
         return f"{q.shape[2]} queries would leave most of a tile idle"
-    user = inputs.tiles
+    if reason := unfit_blocks(inputs.tiles):
+        return reason
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not copyable(x):
+            return f"TMA cannot copy {name}: its strides are {x.stride()}"
+    return ""
+
+
+def unfit_blocks(user: object) -> str:
+    """The same of a list of blocks; "" for any other tiles."""
     if isinstance(user, Blocks) and (user.block_m % TILE or user.block_n % TILE):
         return (
             f"blocks of {user.block_m} x {user.block_n} do not hold whole tiles of {TILE} x {TILE}"
         )
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not copyable(x):
-            return f"TMA cannot copy {name}: its strides are {x.stride()}"
     return ""
 
 

@@ -15,15 +15,14 @@ from typing import Any
 import torch
 
 from . import backward_triton
-from .attend_hopper import HEAD_DIMS, copyable, described
-from .attend_triton import in_float32, on_device
+from .attend_hopper import HEAD_DIMS, copyable, described, unfit_blocks
+from .attend_triton import in_float32, on_device, stored_structure
 from .backends.compile_hopper import Refused
 from .backends.compile_hopper_backward import compile_plan
 from .backends.compile_triton import Kernel, compile_kernel
 from .backends.hopper import HOPPER, WITHOUT_PRODUCTS
 from .backward_triton import Call, call_of, collected, nothing, over_batch, row_values, sum_others
 from .binding import ELEMENT_OF, Bound
-from .blocks import Blocks
 from .cache import CACHE, fingerprint, key
 from .errors import BackendUnavailable
 from .gradients import Gradients, Result, Wanted
@@ -81,15 +80,13 @@ def _gradients(call: Call, wanted: Wanted) -> Gradients:
 def unfit(program: Typed, inputs: Inputs) -> str:
     """Why the portable backward has to serve a call on a Hopper GPU; "" for no reason."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    reason = unfit_shape(program, ELEMENT_OF[q.dtype], q.shape[3], v.shape[3])
+    reason = unfit_shape(ELEMENT_OF[q.dtype], q.shape[3], v.shape[3])
     if reason:
         return reason
     if inputs.must_repeat:
         return "deterministic: dq is added up in the order in which programs come"
-    if inputs.kv_lens is not None:
-        return "kv_lens: TMA would copy keys beyond them"
-    if isinstance(inputs.tiles, Blocks):
-        return "tiles= is a list of blocks"
+    if reason := unfit_blocks(inputs.tiles):
+        return reason
     if program.bundle:
         return "bundles hold the portable backward"
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -98,7 +95,7 @@ def unfit(program: Typed, inputs: Inputs) -> str:
     return ""
 
 
-def unfit_shape(program: Typed, element: str, head_dim: int, v_head_dim: int) -> str:
+def unfit_shape(element: str, head_dim: int, v_head_dim: int) -> str:
     """The same of what a kernel is made for."""
     if element not in ("f16", "bf16"):
         return f"its products are of 16-bit floats, not of {element}"
@@ -107,8 +104,6 @@ def unfit_shape(program: Typed, element: str, head_dim: int, v_head_dim: int) ->
         return f"{dims} are not multiples of 8 from 40 to 256"
     if max(padded(head_dim), padded(v_head_dim)) not in CONFIGS:
         return f"dk and dv of {dims} take more registers than there are"
-    if not program.one_query_range:
-        return "the queries that see a key are not one range"
     return ""
 
 
@@ -137,7 +132,7 @@ _REFUSED: dict[tuple[object, ...], str] = {}
 
 def refusal(call: Call) -> str:
     """Why a call that fits has no kernel, which is compiled to know it; "" if it has one."""
-    what = (call.program.canonical, of_options(call.options), call.device)
+    what = (call.program.canonical, of_options(call.program, call.options), call.device)
     if what not in _REFUSED:
         try:
             main(call)
@@ -149,7 +144,7 @@ def refusal(call: Call) -> str:
 
 def known_refusal(program: Typed, chosen: Options, target: Target) -> str:
     """The same without compiling: "" where nothing was tried so far, too."""
-    note = CACHE.note(_refusal_key(program, of_options(chosen), target))
+    note = CACHE.note(_refusal_key(program, of_options(program, chosen), target))
     return "" if note is None else str(note.get("reason")).partition("\n")[0]
 
 
@@ -157,23 +152,25 @@ def _refusal_key(program: Typed, chosen: Options, target: Target) -> str:
     return key("refused", fingerprint(), backward_key(program, chosen), target)
 
 
-def of_options(chosen: Options) -> Options:
-    """Options of a portable kernel without what makes no difference here."""
+def of_options(program: Typed, chosen: Options) -> Options:
+    """Options of a portable kernel without what makes no difference here.
+
+    Several ranges of queries are not solved in the kernel, but read as any other structure.
+    """
     return replace(
         chosen,
         aligned=True,
         short=False,
         positive_scale=True,
         even=False,
-        stored=False,
-        blocks=False,
+        stored=chosen.blocks or not program.one_query_range,
         coarse=False,
     )
 
 
 def main(call: Call) -> Ready:
     """The kernel of dq, dk and dv."""
-    program, chosen = call.program, of_options(call.options)
+    program, chosen = call.program, of_options(call.program, call.options)
 
     def build(target: Target) -> Kernel:
         return compile_unless_refused(program, chosen, target)
@@ -203,7 +200,7 @@ def compile_unless_refused(program: Typed, chosen: Options, target: Target) -> K
         return compile_backward(program, chosen, target)
     except Refused as error:
         with contextlib.suppress(OSError):
-            note = _refusal_key(program, of_options(chosen), target)
+            note = _refusal_key(program, of_options(program, chosen), target)
             CACHE.put_note(note, {"reason": error.message})
         raise
 
@@ -320,8 +317,18 @@ def tensor_gradients(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     rows, sums = look_at_rows(call, do, kernel.block_m)
     dk, dv = (empty_like_q(x.expand(batch, -1, -1, -1), x.shape[3]) for x in (k, v))
     programs = -(-kv_len // kernel.block_n) * batch * kv_heads
-    kernel.run(programs, arguments(call, do, (dk, dv), (rows, sums)))
+    values = arguments(call, do, (dk, dv), (rows, sums))
+    kernel.run(programs, values + structure_of(call, (kernel.block_m, kernel.block_n)))
     return finished(call, sums, kernel), over_batch(dk, k), over_batch(dv, v)
+
+
+def structure_of(call: Call, blocks: tuple[int, int]) -> list[Any]:
+    """Which q tiles each kv tile visits, where the kernel reads it from memory."""
+    chosen = of_options(call.program, call.options)
+    if not chosen.stored:
+        return []
+    found = stored_structure(call.program, chosen, call.inputs, call.bound, blocks, transposed=True)
+    return found.arguments
 
 
 def as_copyable(x: Tensor) -> Tensor:

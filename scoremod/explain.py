@@ -86,7 +86,7 @@ def explain_shape(program: Typed, chosen: Options, target: Target) -> list[str]:
         lines = ["", f"backend hopper: for {target}"]
         lines += _hopper(program, attend_hopper.of_options(program, chosen), target)
         return lines + _hopper_backward(
-            program, chosen, target, backward_hopper.unfit_shape(program, *shape)
+            program, chosen, target, backward_hopper.unfit_shape(*shape)
         )
     return lines + explain_kernel(triton_plan(program, chosen, target))
 
@@ -110,7 +110,7 @@ def _hopper_backward(program: Typed, chosen: Options, target: Target, unfit: str
     """What computes the gradients of a call on a Hopper GPU."""
     if reason := unfit or backward_hopper.known_refusal(program, chosen, target):
         return [f"  backward portable: {reason}"]
-    chosen = backward_hopper.of_options(chosen)
+    chosen = backward_hopper.of_options(program, chosen)
     kernel = backward_hopper.found(program, chosen, target)
     plans = backward_hopper.plans(program, chosen, target)
     plan = plans[len(kernel.notes) - 1 if kernel is not None else 0]

@@ -196,8 +196,46 @@ class TensorMap:
     swizzle: int = 128  # bytes
 
 
+class TileReader:
+    """What the plans of both directions say of tiles that are read from memory, and of lines."""
+
+    options: Options
+    line_terms: tuple[LineTerm, ...]
+
+    @property
+    def stored(self) -> bool:
+        """Whether the tiles to visit are read from memory (`plan_structure.py`)."""
+        return self.options.stored
+
+    @property
+    def record(self) -> int:
+        """Int32 of one row of a stored structure; next, where that has how many tiles of a kind."""
+        return RECORD
+
+    @property
+    def partial_place(self) -> int:
+        return KIND_PLACE["partial"] + 2 * STORED_RUNS - 1
+
+    @property
+    def full_place(self) -> int:
+        return KIND_PLACE["full"] + 2 * STORED_RUNS - 1
+
+    @property
+    def scattered_place(self) -> int:
+        return SCATTERED_PLACE
+
+    @property
+    def row_terms(self) -> tuple[LineTerm, ...]:
+        """What the mask reads of a query; of a key, next."""
+        return tuple(term for term in self.line_terms if term.line == "row")
+
+    @property
+    def column_terms(self) -> tuple[LineTerm, ...]:
+        return tuple(term for term in self.line_terms if term.line == "column")
+
+
 @dataclass(frozen=True)
-class HopperPlan:
+class HopperPlan(TileReader):
     """The forward kernel of the Hopper backend."""
 
     title: str
@@ -231,11 +269,6 @@ class HopperPlan:
         return self.mask is None and not self.stored
 
     @property
-    def stored(self) -> bool:
-        """Whether the tiles to visit are read from memory (`plan_structure.py`)."""
-        return self.options.stored
-
-    @property
     def ranged(self) -> bool:
         """Whether they are found from the first and last keys."""
         return self.keys is not None
@@ -248,14 +281,6 @@ class HopperPlan:
     def uneven(self) -> bool:
         """Whether q tiles visit different numbers of kv tiles, causal ones most at the end."""
         return not self.every_key
-
-    @property
-    def row_terms(self) -> tuple[LineTerm, ...]:
-        return tuple(term for term in self.line_terms if term.line == "row")
-
-    @property
-    def column_terms(self) -> tuple[LineTerm, ...]:
-        return tuple(term for term in self.line_terms if term.line == "column")
 
     @property
     def row_params(self) -> tuple[Param, ...]:
@@ -271,23 +296,6 @@ class HopperPlan:
         """The arguments that say where queries begin, where keys end and which tiles there are."""
         known = {"q_offset", "kv_lens", *(a.name for a in structure_places())}
         return tuple(a for a in self.arguments if a.name in known)
-
-    @property
-    def record(self) -> int:
-        """Int32 of one row of a stored structure; next, where that has how many tiles of a kind."""
-        return RECORD
-
-    @property
-    def partial_place(self) -> int:
-        return KIND_PLACE["partial"] + 2 * STORED_RUNS - 1
-
-    @property
-    def full_place(self) -> int:
-        return KIND_PLACE["full"] + 2 * STORED_RUNS - 1
-
-    @property
-    def scattered_place(self) -> int:
-        return SCATTERED_PLACE
 
     @property
     def scale_in_softmax(self) -> bool:
@@ -402,7 +410,7 @@ def hopper_plan(program: Typed, options: Options, target: Target, config: Config
         masks_by_keys = bool(piece.los) and bool(piece.his)
     terms: tuple[LineTerm, ...] = ()
     if mask is not None and not masks_by_keys:
-        mask, terms = _read_ahead(program, mask)
+        mask, terms = read_ahead(program, mask)
     functions = (score, None if masks_by_keys else mask, *(t.function for t in terms), keys)
     return HopperPlan(
         title=f"Attention forward for `{program.name}`: Gluon, {target}",
@@ -424,9 +432,7 @@ def hopper_plan(program: Typed, options: Options, target: Target, config: Config
     )
 
 
-def _read_ahead(
-    program: Typed, mask: DeviceFunction
-) -> tuple[DeviceFunction, tuple[LineTerm, ...]]:
+def read_ahead(program: Typed, mask: DeviceFunction) -> tuple[DeviceFunction, tuple[LineTerm, ...]]:
     """The mask without what it reads of rows and columns alone, and these terms.
 
     In the layout of products, 32 columns a thread, they are read one after the other, for want of

@@ -13,7 +13,7 @@ from .analysis.ranges import solve
 from .ir.expr import ONE
 from .passes.derivative import d_ds
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
-from .plan_hopper import TensorMap, padded
+from .plan_hopper import LineTerm, TensorMap, TileReader, padded, read_ahead
 from .plan_triton import (
     ELEMENT_BYTES,
     POINTER_TYPE,
@@ -22,6 +22,7 @@ from .plan_triton import (
     residual_words,
     scalars_in_memory,
     shared_arguments,
+    structure_places,
 )
 from .plan_triton_backward import Slope, is_tame, query_range, score_function, strides
 from .target import Target
@@ -37,8 +38,8 @@ STAGES = 2  # of q and do; 3 were no faster (noop 491 beside 499, causal 471 bes
 CONSUMER_REGISTERS, WARP_REGISTERS = 240, 24
 # Heads whose programs take turns: their q, do and sums of dq stay in L2. 2, 4 and 8 were equal.
 HEADS_TOGETHER = 4
-# Accesses to spilled registers in a loop over q tiles that the timed kernels have: partial tiles
-# without a mask 19 (head dim 64), of a soft-cap 14 (head dim 128).
+# Accesses to spilled registers in a loop over q tiles that timed kernels had, before selections
+# were joined in assembly: partial tiles without a mask 19 (head dim 64), of a soft-cap 14 (128).
 SPILLS = 20
 
 
@@ -51,12 +52,15 @@ class BackwardConfig:
     # Left operands that stay in registers: shared memory, which products read from, is what limits.
     k_in_registers: bool = False
     v_in_registers: bool = False
+    # With scores early: dP of a masked tile comes after its p, 32 registers fewer for the mask.
+    masked_in_turn: bool = False
 
     def __str__(self) -> str:
         words = [f"{self.block_m} queries by {BLOCK_N} keys"]
         words += ["scores early"] if self.early_scores else []
         words += ["k in registers"] if self.k_in_registers else []
         words += ["v in registers"] if self.v_in_registers else []
+        words += ["masked tiles in turn"] if self.masked_in_turn else []
         return ", ".join(words)
 
 
@@ -67,14 +71,20 @@ _PAIR = BackwardConfig(2 * HALF, early_scores=True)
 # keeps, on one H200, bf16, 2x16x8192x128 and 1x32x16384x64, pre- and postprocess included.
 CONFIGS: dict[int, tuple[BackwardConfig, ...]] = {
     # Full 471, causal 465 (cuDNN 387, 358); with v in registers 452, 428; with neither 405, 416.
+    # Documents & causal 199 (portable 155).
     64: (
         replace(_PAIR, k_in_registers=True, v_in_registers=True),
         replace(_PAIR, v_in_registers=True),
         _PAIR,
     ),
     # Full 499, causal 484, ALiBi 510, soft-cap 467 (cuDNN 485, 429); without early scores 481, 450,
-    # 444, 430.
-    128: (_SINGLE, replace(_SINGLE, early_scores=False)),
+    # 444, 430; documents & causal 262 (FlexAttention 184). Documents with a soft-cap take the
+    # second; by the first, partial tiles access spilled registers 38 times.
+    128: (
+        _SINGLE,
+        replace(_SINGLE, masked_in_turn=True),
+        replace(_SINGLE, early_scores=False),
+    ),
 }
 
 
@@ -106,10 +116,12 @@ _SEGMENTS = (
         masked=False,
     ),
 )
+# Of tiles that a structure names the one that fetches says the number.
+_SAID = "read_number(said.index(step % SAID))"
 
 
 @dataclass(frozen=True)
-class HopperBackwardPlan:
+class HopperBackwardPlan(TileReader):
     """The kernel that gives dq, dk and dv."""
 
     title: str
@@ -122,7 +134,8 @@ class HopperBackwardPlan:
     score_without_s: bool  # its value may be no tile
     slope: Slope | None  # of the score by s, unless it is 1
     mask: DeviceFunction | None
-    queries: DeviceFunction | None  # the first and last query that see a key, with a mask
+    queries: DeviceFunction | None  # the first and last query that see a key, where that is solved
+    line_terms: tuple[LineTerm, ...]  # what the mask reads of a query, or of a key, alone
     params: tuple[Param, ...]
     arguments: tuple[Argument, ...]  # after the tensors
     config: BackwardConfig
@@ -144,7 +157,26 @@ class HopperBackwardPlan:
     @property
     def every_query(self) -> bool:
         """Whether all queries see all keys of the tensor."""
-        return self.mask is None
+        return self.mask is None and not self.stored
+
+    @property
+    def solved(self) -> bool:
+        """Whether they are found from the first and last queries."""
+        return not self.stored
+
+    @property
+    def structure(self) -> tuple[Argument, ...]:
+        """Where the rows of a stored structure are."""
+        return structure_places() if self.stored else ()
+
+    @property
+    def column_params(self) -> tuple[Param, ...]:
+        return tuple(term.param for term in self.column_terms)
+
+    @property
+    def mask_params(self) -> tuple[Param, ...]:
+        """What the mask takes: captures, then what was read of rows and of columns."""
+        return (*self.params, *(t.param for t in self.row_terms), *self.column_params)
 
     @property
     def block_n(self) -> int:
@@ -163,6 +195,16 @@ class HopperBackwardPlan:
         return STAGES
 
     @property
+    def said(self) -> int:
+        """Numbers of tiles that are kept: dq is added up two steps behind the products."""
+        return 2 * STAGES
+
+    @property
+    def kv_barriers(self) -> int:
+        """Of k and of v, and of what has to be cut before it may be seen."""
+        return 4 if self.options.has_kv_lens else 2
+
+    @property
     def single(self) -> bool:
         """Whether a step has one half."""
         return self.config.block_m == HALF
@@ -175,6 +217,15 @@ class HopperBackwardPlan:
     def scores_in_turn(self) -> bool:
         """Whether q k^T of a tile is computed in its own step."""
         return not self.config.early_scores
+
+    @property
+    def masked_in_turn(self) -> bool:
+        return self.config.masked_in_turn
+
+    @property
+    def waits_for_number(self) -> bool:
+        """Whether a tile's number may not have been said when its step begins."""
+        return self.stored and self.scores_in_turn
 
     @property
     def k_in_shared(self) -> bool:
@@ -196,6 +247,8 @@ class HopperBackwardPlan:
 
     @property
     def q_segments(self) -> tuple[QSegment, ...]:
+        if self.stored:
+            return tuple(replace(segment, tile=_SAID) for segment in _SEGMENTS)
         return _SEGMENTS
 
     @property
@@ -241,25 +294,31 @@ def hopper_backward_plan(
     slope = d_ds(program.given_score)
     score, results = score_function(program, slope, ())
     mask, queries = program.mask_function, None
-    if mask is not None:
+    terms: tuple[LineTerm, ...] = ()
+    if mask is not None and not options.stored:
         (piece,) = solve(program.given_mask, "i")
         queries = query_range(piece, f"{program.name}_queries_0", program.params)
+    if mask is not None:
+        mask, terms = read_ahead(program, mask)
+    functions = (score, mask, queries, *(term.function for term in terms))
     return HopperBackwardPlan(
         title=f"Attention backward for `{program.name}`: Gluon, {target}",
         comments=program.text,
         target=target,
         options=options,
-        functions=tuple(f for f in (score, mask, queries) if f is not None),
+        functions=tuple(f for f in functions if f is not None),
         score=score,
         results=results,
         score_without_s=score is not None and "s" not in score.body[0].names,
         slope=None if slope == ONE else Slope(is_tame(slope)),
         mask=mask,
         queries=queries,
+        line_terms=terms,
         params=program.params,
         arguments=(
             Argument("sm_scale", "*fp32" if options.scale_in_memory else "fp32"),
             *shared_arguments(program.params, options),
+            *(structure_places() if options.stored else ()),
         ),
         config=config,
         block_d=width_of(options),

@@ -103,8 +103,8 @@ def of_backward(program: Typed, chosen: Options, target: str) -> str:
     """
     found, learned, texts = parse_target(target), learnable(program), []
     shape = chosen.dtype, chosen.head_dim, chosen.v_head_dim
-    if attend_hopper.is_hopper(found) and not backward_hopper.unfit_shape(program, *shape):
-        texts = backward_hopper.sources(program, backward_hopper.of_options(chosen), found)
+    if attend_hopper.is_hopper(found) and not backward_hopper.unfit_shape(*shape):
+        texts = backward_hopper.sources(program, backward_hopper.of_options(program, chosen), found)
     if learned or not texts:
         texts += backward_triton.sources(program, chosen, learned, found)
     return "\n\n".join(texts)

@@ -21,6 +21,7 @@ from scoremod.backends.compile_hopper import spills_in_loops
 from scoremod.backends.compile_hopper_backward import complaint, launched
 from scoremod.backends.compile_triton import Kernel, Report, softmax_loops
 from scoremod.backward_triton import call_of
+from scoremod.blocks import Blocks
 from scoremod.cache import Cache
 from scoremod.errors import BackendUnavailable
 from scoremod.gradients import Result, Wanted
@@ -45,18 +46,24 @@ FIVE: dict[str, Variant] = {
     "softcap": variants.softcap & variants.causal,
     "window": variants.sliding_window,
 }
+DOCUMENTS = variants.document & variants.causal
+COMPILED = {**FIVE, "documents": DOCUMENTS, "dilated": variants.dilated}
 
 
 def program(variant: Variant) -> Typed:
     return typed(variant._program, assumed_params(variant._program), ("what the user wrote",))
 
 
-def options(head_dim: int, v_head_dim: int | None = None, dtype: str = "bf16") -> Options:
-    return backward_hopper.of_options(Options(dtype, head_dim, v_head_dim or head_dim))
+def options(
+    head_dim: int, v_head_dim: int | None = None, dtype: str = "bf16", variant: Variant = NOOP
+) -> Options:
+    chosen = Options(dtype, head_dim, v_head_dim or head_dim)
+    return backward_hopper.of_options(program(variant), chosen)
 
 
 def plans(variant: Variant, head_dim: int = 128, **changes: Any) -> list[HopperBackwardPlan]:
-    return backward_hopper.plans(program(variant), replace(options(head_dim), **changes), H200)
+    chosen = replace(options(head_dim, variant=variant), **changes)
+    return backward_hopper.plans(program(variant), chosen, H200)
 
 
 # -- which calls it takes ----------------------------------------------------------------------
@@ -89,17 +96,19 @@ TAKEN: dict[str, dict[str, Any]] = {
     "heads behind the length": {"q": empty(2, 128, 4, 64).transpose(1, 2)},
     "a head dim that is padded": {"q": empty(2, 4, 128, 72)},
     "another head dim of v": {"q": empty(2, 4, 128, 64), "v": empty(2, 4, 128, 128)},
+    "keys that end": {"kv_lens": torch.ones(2, dtype=torch.int32)},
+    "documents": {"variant": variants.document},
+    "two ranges": {"variant": parse("variant v() { mask i < 4 or j == i }")},
+    "blocks of whole tiles": {"tiles": Blocks(torch.ones(1, 1, 1, 1).bool(), 128, 256)},
 }
 NOT_TAKEN: dict[str, tuple[dict[str, Any], str]] = {
     "float32": ({"q": empty(2, 4, 128, 64, dtype=torch.float32)}, "16-bit floats, not of f32"),
     "odd head dims": ({"q": empty(2, 4, 128, 100)}, "head dims 100 and 100 are not multiples"),
     "large head dims": ({"q": empty(2, 4, 128, 192)}, "192 and 192 take more registers than"),
-    "kv_lens": ({"kv_lens": torch.ones(2, dtype=torch.int32)}, "kv_lens: TMA would copy"),
     "the same bits": ({"deterministic": True}, "deterministic: dq is added up in the order"),
-    "documents": ({"variant": variants.document}, "queries that see a key are not one range"),
-    "two ranges": (
-        {"variant": parse("variant v() { mask i < 4 or j == i }")},
-        "queries that see a key are not one range",
+    "small blocks": (
+        {"tiles": Blocks(torch.ones(1, 1, 2, 2).bool(), 64, 64)},
+        "blocks of 64 x 64 do not hold whole tiles",
     ),
     "an expanded head": ({"k": empty(2, 1, 128, 64).expand(2, 4, 128, 64)}, "TMA cannot copy k"),
     "columns apart": ({"v": empty(2, 4, 128, 128)[..., ::2]}, "TMA cannot copy v"),
@@ -263,6 +272,25 @@ def test_a_mask_and_a_slope_cost_only_where_they_are() -> None:
     )
 
 
+def test_a_structure_is_read_where_queries_are_not_one_range() -> None:
+    assert [plans(v)[0].stored for v in (*FIVE.values(), DOCUMENTS)] == [False] * 5 + [True]
+    plan = plans(DOCUMENTS, 64)[0]
+    names = [a.name for a in launched(plan)]
+    assert names[-4:] == ["tile_runs", "tile_words", "structure_stride_b", "structure_stride_h"]
+    # Documents are read once a query and once a key, and compared pair by pair.
+    assert [(t.line, t.name) for t in plan.line_terms] == [("row", "row_0"), ("column", "column_0")]
+    text = backward_hopper.source(plan)
+    mask = text[text.index(f"def {plan.mask.name if plan.mask else ''}(") :].split("\n\n")[0]
+    assert "load_" not in mask and "row_0 == column_0" in mask.replace("(", "").replace(")", "")
+    assert "q_tiles(" not in text and "stored_tiles(" in text
+
+
+def test_keys_beyond_the_end_are_cut_before_products_see_them() -> None:
+    text = backward_hopper.source(plans(NOOP, has_kv_lens=True)[0])
+    assert text.count("clear_rows(") == 2 and "kv_full = barriers(4, 1)" in text
+    assert "clear_rows(" not in backward_hopper.source(plans(NOOP)[0])
+
+
 def test_arguments_reach_the_kernel_in_its_order() -> None:
     variant = FIVE["alibi"]
     plan = plans(variant, 64)[0]
@@ -285,7 +313,7 @@ def test_one_kernel_serves_all_lengths_and_scales() -> None:
         inputs = replace(inputs_of(q=q[:, :, :length]), scale=float(length - 100))
         result = Result(inputs.q, torch.empty(1, 2, length), inputs.q, None)
         call = call_of(program(NOOP), inputs, (), result, Wanted(True, True, True))
-        found.add(backward_hopper.of_options(call.options))
+        found.add(backward_hopper.of_options(call.program, call.options))
     assert len(found) == 1
 
 
@@ -306,14 +334,15 @@ def compiled(
     name: str, head_dim: int, dtype: str, changes: dict[str, Any]
 ) -> tuple[Kernel, int, int]:
     """A variant's kernel, its loops over q tiles, and the most spills in one."""
-    chosen = replace(options(head_dim, dtype=dtype), **changes)
-    made = backward_hopper.compile_backward(program(FIVE[name]), chosen, H200)
+    variant = COMPILED[name]
+    chosen = replace(options(head_dim, dtype=dtype, variant=variant), **changes)
+    made = backward_hopper.compile_backward(program(variant), chosen, H200)
     return made, len(softmax_loops(made.image)), spills_in_loops(made.image)
 
 
 def check(found: tuple[Kernel, int, int], name: str, head_dim: int) -> None:
     made, loops, spills = found
-    first = plans(FIVE[name], head_dim)[0]
+    first = plans(COMPILED[name], head_dim)[0]
     assert made.notes == (f"{first.config}: taken",) and spills <= SPILLS
     assert loops == 2 * len(first.q_segments)
     assert made.shared <= H200.shared and made.cluster == (1, 1, 1)
@@ -346,8 +375,8 @@ LARGE = {
 # The rest is for `make compile-all`: a kernel takes 8 s.
 @pytest.mark.parametrize(
     ("name", "head_dim", "changes"),
-    [("noop", 64, {}), ("window", 128, LARGE)],
-    ids=["noop", "window in 64 bits"],
+    [("noop", 64, {}), ("window", 128, LARGE), ("documents", 64, {"has_kv_lens": True})],
+    ids=["noop", "window in 64 bits", "documents whose keys end"],
 )
 def test_kernels_compile_as_they_were_meant(
     apart: Callable[..., Any], name: str, head_dim: int, changes: dict[str, Any]
@@ -358,8 +387,8 @@ def test_kernels_compile_as_they_were_meant(
 @pytest.mark.compile_all
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", FIVE)
-def test_five_kernels_compile_as_they_were_meant(
+@pytest.mark.parametrize("name", COMPILED)
+def test_seven_kernels_compile_as_they_were_meant(
     apart: Callable[..., Any], name: str, head_dim: int, dtype: str
 ) -> None:
     made, loops, spills = apart(compiled, name, head_dim, dtype, {})

@@ -21,6 +21,12 @@ HEADS = parse("variant heads(w: i32[H]) { mask j <= i and i - j < w[h] }")
 LOGS = parse("variant logs() { score s + log(1.0 + (i - j)) mask j <= i }")
 ROOTS = parse("variant roots() { score 2.0 * sqrt(abs(s)) mask j <= i }")
 SOFTCAP, ALIBI = variants.softcap & variants.causal, variants.alibi & variants.causal
+DOCUMENTS = variants.document & variants.causal
+CAPPED_DOCUMENTS = variants.softcap & DOCUMENTS
+# Kv tiles with more runs of q tiles than a record holds, which have a map.
+SCATTERED = parse("variant scattered() { mask (i // 128) % 2 == (j // 128) % 2 }")
+DILATED = parse("variant dilated() { mask j <= i and (i - j) % 7 == 0 }")
+TWO_RANGES = parse("variant two() { mask i < 4 or j == i or i - j > 200 }")
 
 Tables = Callable[[], dict[str, Any]]
 
@@ -32,6 +38,33 @@ def offsets() -> dict[str, Any]:
 
 def widths() -> dict[str, Any]:
     return {"w": torch.tensor([5, 60, 200, 1000], dtype=torch.int32, device="cuda")}
+
+
+def documents(*lengths: int, batch: int = 1) -> Tables:
+    """Ids of documents of these lengths; each sequence of a batch has them turned by one more."""
+
+    def found() -> dict[str, Any]:
+        rows = [
+            torch.repeat_interleave(
+                torch.arange(len(lengths)), torch.tensor(lengths[k:] + lengths[:k])
+            )
+            for k in range(batch)
+        ]
+        return {"doc": torch.stack(rows).to(torch.int32).cuda()}
+
+    return found
+
+
+def ends(first: int, second: int) -> dict[str, Any]:
+    """Where the keys of both sequences end."""
+    return {"kv_lens": torch.tensor([first, second], dtype=torch.int32, device="cuda")}
+
+
+def allowed(rows: int, columns: int, heads: int = 1) -> dict[str, Any]:
+    """A list of blocks of 128 x 128, about half of them; none for the first row of blocks."""
+    drawn = torch.rand(1, heads, rows, columns, generator=torch.Generator().manual_seed(3)) < 0.5
+    drawn[:, :, 0] = False
+    return {"tiles": (drawn.cuda(), 128)}
 
 
 @dataclass(frozen=True)
@@ -65,6 +98,20 @@ class Case:
             found = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in found]
         return (*found, torch.randn(2, 4, self.q_len, device="cuda"))
 
+    def given(self) -> dict[str, Any]:
+        """What the call brings besides: captures, offsets, ends, blocks."""
+        call = {**self.call, **self.tables()}
+        call |= ends(*call.pop("ends")) if "ends" in call else {}
+        return call | (allowed(*call.pop("blocks")) if "blocks" in call else {})
+
+
+def beyond_is_nan(x: torch.Tensor, kv_lens: torch.Tensor | None) -> torch.Tensor:
+    """k or v with nan where no key is."""
+    if kv_lens is None:
+        return x
+    beyond = torch.arange(x.shape[2], device="cuda") >= kv_lens[:, None, None]
+    return torch.where(beyond[..., None], float("nan"), x)
+
 
 CASES: dict[str, Case] = {
     "whole tiles": Case(NOOP, 256, 256, 128),
@@ -93,6 +140,43 @@ CASES: dict[str, Case] = {
     "one key": Case(NOOP, 100, 1, 128),
     "a score that is nan where no pair attends": Case(LOGS, 300, 300, 128),
     "a slope that is infinite at 0": Case(ROOTS, 300, 300, 64),
+    "documents": Case(DOCUMENTS, 1000, 1000, 128, tables=documents(300, 5, 395, 300)),
+    "documents, narrow": Case(DOCUMENTS, 1000, 1000, 64, tables=documents(300, 5, 395, 300)),
+    "documents by sequence, one kv head, fp16": Case(
+        DOCUMENTS, 900, 900, 128, kv_heads=1, dtype=f16, tables=documents(600, 40, 260, batch=2)
+    ),
+    "documents by sequence, narrow, fp16": Case(
+        DOCUMENTS, 900, 900, 64, kv_heads=2, dtype=f16, tables=documents(600, 40, 260, batch=2)
+    ),
+    "documents both ways, ragged": Case(
+        variants.document, 457, 457, 128, tables=documents(200, 257)
+    ),
+    "capped documents": Case(
+        CAPPED_DOCUMENTS, 457, 457, 128, kv_heads=2, tables=documents(200, 257)
+    ),
+    "capped documents, narrow": Case(CAPPED_DOCUMENTS, 457, 457, 64, tables=documents(200, 257)),
+    "documents and an offset": Case(
+        DOCUMENTS, 300, 400, 128, call={"q_offset": 90}, tables=documents(150, 250)
+    ),
+    "documents and an offset, narrow": Case(
+        DOCUMENTS, 300, 400, 64, call={"q_offset": 90}, tables=documents(150, 250)
+    ),
+    "scattered tiles": Case(SCATTERED, 2500, 2500, 128, kv_heads=2),
+    "scattered tiles, narrow": Case(SCATTERED, 2500, 2500, 64, kv_heads=1),
+    "every seventh key": Case(DILATED, 400, 400, 128),
+    "several ranges": Case(TWO_RANGES, 600, 600, 128, kv_heads=2),
+    "several ranges, narrow": Case(TWO_RANGES, 600, 600, 64),
+    "blocks": Case(NOOP, 700, 500, 128, kv_heads=2, call={"blocks": (6, 4, 4)}),
+    "blocks, narrow, causal": Case(variants.causal, 700, 700, 64, call={"blocks": (6, 6)}),
+    "keys that end": Case(NOOP, 300, 400, 128, kv_heads=2, call={"ends": (70, 301)}),
+    "keys that end, narrow": Case(variants.causal, 300, 300, 64, call={"ends": (1, 200)}),
+    "keys that end, capped, fp16": Case(SOFTCAP, 300, 300, 128, dtype=f16, call={"ends": (300, 9)}),
+    "documents whose keys end": Case(
+        DOCUMENTS, 600, 600, 128, kv_heads=2, tables=documents(250, 350), call={"ends": (555, 0)}
+    ),
+    "documents whose keys end, narrow": Case(
+        DOCUMENTS, 600, 600, 64, tables=documents(250, 350), call={"ends": (130, 600)}
+    ),
 }
 
 
@@ -123,17 +207,19 @@ def gradients(
 def test_gradients_agree_with_the_oracle(name: str) -> None:
     case = CASES[name]
     q, k, v, do, dlse = case.tensors()
-    call = {**case.call, **case.tables()}
+    call = case.given()
+    qkv = (q, *(beyond_is_nan(x, call.get("kv_lens")) for x in (k, v)))
     found = gradients(
-        lambda *x, **more: case.variant(*x, backend="hopper", **call, **more), (q, k, v), (do, dlse)
+        lambda *x, **more: case.variant(*x, backend="hopper", **call, **more), qkv, (do, dlse)
     )
     wanted = gradients(
-        lambda *x, **more: case.variant.eager(*x, **call, **more),
+        lambda *x, **more: case.variant(*x, backend="eager", **call, **more),
         (q.double(), k.double(), v.double()),
         (do.double(), dlse.double()),
     )
-    for mine, theirs in zip(found, wanted, strict=True):
+    for x, mine, theirs in zip(qkv, found, wanted, strict=True):
         assert mine.isfinite().all() and mine.stride() == mine.clone().stride()
+        assert (mine[x.isnan()] == 0).all()
         # p and ds are rounded to 8 bits in bf16, to 11 in fp16: 2.5e-3 and 3e-4 were seen.
         limit = 5e-3 if case.dtype is bf16 else 6e-4
         assert float((mine.double() - theirs).norm() / theirs.norm()) < limit

@@ -43,6 +43,14 @@ def test_case(given: str, expected: str) -> None:
     assert found == [part.strip() for part in expected.split("|")]
 
 
+def test_a_long_comparison_is_not_solved() -> None:
+    """Found by mutated inputs: 600 divisions took a minute."""
+    long = "i // Z == j" + " // Z" * 300
+    assert [text(p, "j") for p in solve(parse(f"{long} and j <= i"), "j")] == [
+        f"j <= i; test {show(normalise(parse(long)))}"
+    ]
+
+
 @pytest.mark.parametrize(
     ("mask", "pieces"),
     [

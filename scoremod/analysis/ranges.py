@@ -74,6 +74,8 @@ Index = Literal["i", "j"]
 MAX_PIECES = 4
 # x % C with C from here on has few runs of x, which are worth opening one by one.
 LONG_RUN = 256
+# Solving takes time with the square of a comparison's nodes: tiles are tested for longer ones.
+MAX_NODES = 120
 
 
 def solve(mask: Expr, x: Index, limit: int = MAX_PIECES) -> Pieces:
@@ -96,6 +98,8 @@ def solved(e: Expr, x: Index) -> Pieces:
     """The pieces of a condition in normal form."""
     if x not in e.names:
         return guard(e)
+    if e.op in _COMPARED and sum(1 for _ in postorder(e)) > MAX_NODES:
+        return _opaque(e)
     try:
         rule = _CONDITION.get(e.op)
         return rule(e, x) if rule else _opaque(e)
@@ -148,6 +152,7 @@ def _not(e: Expr, x: Index) -> Pieces:
     return joined(bounded(t, const(-1), x, up=True) + bounded(t, const(1), x, up=False))
 
 
+_COMPARED = (Op.LE, Op.EQ, Op.NOT)
 _CONDITION: dict[Op, Callable[[Expr, Index], Pieces]] = {
     Op.AND: _and,
     Op.OR: _or,
