@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._functorch.utils import unwrap_dead_wrappers
 
 from . import attention
 from .binding import Bound, Value
@@ -151,8 +152,19 @@ def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...], backend: st
         if isinstance(item.given, torch.Tensor) and item.given.requires_grad:
             require_score(item, program)
     call, values = take_apart(program, inputs, bound, backend)
-    out, lse, _ = _Attention.apply(call, *values)  # type: ignore[no-untyped-call]
+    out, lse, _ = _apply(_Attention, call, *values)
     return out, lse
+
+
+def _apply(function: type[torch.autograd.Function], *values: Any) -> Any:
+    """`function.apply`, whose look at the signature of its forward takes longer than a launch.
+
+    Outside of torch.func's transforms that look only fills in defaults, and there are none.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*values)  # type: ignore[no-untyped-call]
+    plain: Any = super(torch.autograd.Function, function)
+    return plain.apply(*unwrap_dead_wrappers(values))
 
 
 @dataclass(frozen=True)
@@ -184,7 +196,7 @@ class Recorded:
     ) -> Any:
         """out, or (out, lse)."""
         call = self.call if tiles is None else replace(self.call, tiles=tiles)
-        out, lse, _ = _Attention.apply(call, q, k, v, self.scale, q_offset, kv_lens, *captures)  # type: ignore[no-untyped-call]
+        out, lse, _ = _apply(_Attention, call, q, k, v, self.scale, q_offset, kv_lens, *captures)
         return (out, lse) if return_lse else out
 
 
@@ -214,7 +226,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * (1 + len(values))
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         found = iter(
-            _Backward.apply(ctx.call, wanted, out, lse, residual, grad_out, grad_lse, *values)  # type: ignore[no-untyped-call]
+            _apply(_Backward, ctx.call, wanted, out, lse, residual, grad_out, grad_lse, *values)
         )
         return (None, *(next(found) if wants else None for wants in wanted))
 
