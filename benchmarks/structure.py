@@ -14,7 +14,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,17 @@ def with_mask(name: str, rounds: int) -> dict[str, Any]:
     return {"case": f"{name} with its mask, {batch}x{heads}x{length}x{head_dim}", **found}
 
 
+def cases(rounds: int) -> Iterator[dict[str, Any]]:
+    """The rows, one after the other."""
+    yield of_documents(2, 8192, rounds, flex=True)
+    yield of_documents(2, 131_072, rounds, flex=False)
+    yield of_documents(1, 1_000_000, rounds, flex=False)
+    yield with_mask("documents & causal", rounds)
+    yield with_mask(f"window {WINDOW}", rounds)
+    tiles = causal.prepare(1_000_000, 1_000_000, device="cuda")
+    yield {"case": "causal, 1000000", "bytes": tiles.nbytes}
+
+
 @torch.no_grad()
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -139,21 +150,14 @@ def main() -> None:
     options.add_argument("--commit", help="where git cannot tell it")
     given = options.parse_args()
     torch.manual_seed(0)
-    rows = [
-        of_documents(2, 8192, given.rounds, flex=True),
-        of_documents(2, 131_072, given.rounds, flex=False),
-        of_documents(1, 1_000_000, given.rounds, flex=False),
-        with_mask("documents & causal", given.rounds),
-        with_mask(f"window {WINDOW}", given.rounds),
-    ]
-    tiles = causal.prepare(1_000_000, 1_000_000, device="cuda")
-    rows.append({"case": "causal, 1000000", "bytes": tiles.nbytes})
+    rows: list[dict[str, Any]] = []
+    for row in cases(given.rounds):
+        print({k: round(x, 1) if isinstance(x, float) else x for k, x in row.items()}, flush=True)
+        rows.append(row)
     folder = Path(os.environ.get("OUT") or RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
     record = {"machine": benches.machine(given.commit), "rows": rows}
     (folder / "structure.json").write_text(json.dumps(record, indent=1) + "\n")
-    for row in rows:
-        print({k: round(x, 1) if isinstance(x, float) else x for k, x in row.items()}, flush=True)
 
 
 if __name__ == "__main__":

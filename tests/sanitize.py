@@ -6,7 +6,7 @@
     compute-sanitizer --tool racecheck --error-exitcode 9 python tests/sanitize.py --backend triton
 
 Errors of API calls are cuda-bindings' questions for functions that an older driver lacks. Racecheck
-does not see the order that mbarriers make, so that it is for the portable kernels.
+reports all Hopper kernels, whose warps wait for each other at mbarriers.
 
 Without torch's caching every tensor has an allocation of its own, so that memcheck sees the first
 byte beyond it. Answers are compared with the oracle on the CPU, which the tools do not slow down.

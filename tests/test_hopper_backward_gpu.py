@@ -235,30 +235,25 @@ def test_rows_and_keys_without_pairs_have_gradients_of_exactly_zero() -> None:
     )
 
 
-def test_learned_slopes_have_gradients_beside_the_hopper_backward() -> None:
+@pytest.mark.parametrize("name", ["slopes", "distances"])
+def test_learned_captures_may_take_the_portable_backward(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slopes are summed per query, and reads of distances would spill registers."""
+    monkeypatch.undo()
     q, k, v, do, _ = Case(NOOP, 300, 300, 64).tensors()
     found = []
     for backend in ("hopper", "eager"):
-        slopes = variants.alibi_slopes(4).cuda().requires_grad_()
-        out = ALIBI(q, k, v, slopes=slopes, backend=backend)
-        found += torch.autograd.grad(out, slopes, do)
+        make = torch.Generator().manual_seed(1)
+        if name == "slopes":
+            learned = variants.alibi_slopes(4).cuda().requires_grad_()
+            out = ALIBI(q, k, v, slopes=learned, backend=backend)
+        else:
+            learned = torch.randn(4, 129, generator=make).cuda().requires_grad_()
+            attn = variants.relative_bias & variants.causal
+            out = attn(q, k, v, table=learned, max_distance=64, backend=backend)
+        found += torch.autograd.grad(out, learned, do)
     assert float((found[0] - found[1]).norm() / found[1].norm()) < 1e-2
-
-
-def test_learned_distances_fall_back_to_the_portable_backward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Their reads would spill registers in the Hopper backward."""
-    monkeypatch.undo()
-    q, k, v, do, _ = Case(NOOP, 300, 300, 64).tensors()
-    attn = variants.relative_bias & variants.causal
-    tables = []
-    for backend in ("hopper", "eager"):
-        table = torch.randn(4, 129, generator=torch.Generator().manual_seed(1)).cuda()
-        table.requires_grad_()
-        out = attn(q, k, v, table=table, max_distance=64, backend=backend)
-        tables += torch.autograd.grad(out, table, do)
-    assert float((tables[0] - tables[1]).norm() / tables[1].norm()) < 1e-2
 
 
 def test_the_same_bits_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
