@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import FLOAT, SMOOTH, exprs, values
 from text_cases import cases, parse
@@ -36,6 +36,8 @@ def test_each_read_is_a_variable() -> None:
 @settings(max_examples=300)
 @given(exprs(FLOAT, ops=SMOOTH), values(wild=False), st.sampled_from(("s", "x")))
 def test_close_to_finite_differences(expr: Expr, env: Env, name: str) -> None:
+    # A step is lost beside a term of 2**40.
+    assume(all(abs(e.attr) < 2**20 for e in postorder(expr) if e.op is Op.CONST))
     variable = index("s") if name == "s" else capture("x", FLOAT)
     slope = derivative(expr, variable)
     # Off the grid of round numbers, where ties are.
