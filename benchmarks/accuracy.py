@@ -3,7 +3,7 @@
     python benchmarks/accuracy.py [--only NAME,NAME] [--workers 14] [--out results.json]
                                   [--seconds 300]
 
-Comparisons that are not begun when the time is up are counted, and make the run fail.
+Comparisons that are not done when the time is up are named, and make the run fail.
 
 The error of a result is compared with that of a dense float32 computation rounded to the dtype:
 of the output, RMS at most 1.5 times and largest at most 4 times; of a gradient 1.6 and 4 times;
@@ -208,7 +208,7 @@ def words(shape: Shape) -> str:
 
 
 def answers(jobs: Sequence[Job], workers: int, seconds: float) -> Iterator[list[Row] | str]:
-    """What comes of each job, as it comes; of those that are not begun in time, what they are."""
+    """What comes of each job, as it comes; of those that are not done in time, what they are."""
     # Compiling takes most of the time, so that processes share the jobs, and the GPU.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
