@@ -20,6 +20,8 @@ from .passes.lines import LineRead, line_reads, without_line_reads
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
 from .plan_triton import (
     ELEMENT_BYTES,
+    HEADS_TOGETHER,
+    HEADS_TOGETHER_STORED,
     KIND_PLACE,
     POINTER_TYPE,
     RECORD,
@@ -43,9 +45,6 @@ REGISTERS = {2: (240, 24), 3: (160, 32)}
 PRODUCER_WARPS = 1
 QUERIES = 64  # of a consumer
 MOST_STAGES = 16
-# Heads whose q tiles take turns where q tiles differ in length: their k and v stay in L2 together.
-# 8 is best of 2, 8 and 32 (causal, head dim 128, H200: 2 is 7 % slower, 32 is 13 %).
-HEADS_TOGETHER = 8
 
 
 @dataclass(frozen=True)
@@ -264,7 +263,7 @@ class HopperPlan(TileReader):
         return any(f.propagates_nan for f in self.functions)
 
     @property
-    def every_key(self) -> bool:
+    def every_tile(self) -> bool:
         """Whether all keys of the tensor are visible to all queries."""
         return self.mask is None and not self.stored
 
@@ -280,7 +279,7 @@ class HopperPlan(TileReader):
     @property
     def uneven(self) -> bool:
         """Whether q tiles visit different numbers of kv tiles, causal ones most at the end."""
-        return not self.every_key
+        return not self.every_tile
 
     @property
     def row_params(self) -> tuple[Param, ...]:
@@ -318,7 +317,7 @@ class HopperPlan(TileReader):
     @property
     def kv_segments(self) -> tuple[Segment, ...]:
         """The loops after the first tile. Without a mask that one is the only partial tile."""
-        if self.every_key:
+        if self.every_tile:
             return (_FULL,)
         segments = (_BOTH,) if self.config.one_loop else (_PARTIAL, _FULL)
         return tuple(replace(s, start_n=_SAID) for s in segments) if self.stored else segments
@@ -340,7 +339,7 @@ class HopperPlan(TileReader):
 
     @property
     def heads_together(self) -> int:
-        return HEADS_TOGETHER
+        return HEADS_TOGETHER_STORED if self.stored else HEADS_TOGETHER
 
     @property
     def rows(self) -> int:

@@ -16,6 +16,7 @@ from .plan import DeviceFunction, Param, Typed, with_kernel_names
 from .plan_hopper import LineTerm, TensorMap, TileReader, padded, read_ahead
 from .plan_triton import (
     ELEMENT_BYTES,
+    HEADS_TOGETHER_STORED,
     POINTER_TYPE,
     Argument,
     Options,
@@ -253,7 +254,7 @@ class HopperBackwardPlan(TileReader):
 
     @property
     def heads_together(self) -> int:
-        return HEADS_TOGETHER
+        return HEADS_TOGETHER_STORED if self.stored else HEADS_TOGETHER
 
     @property
     def consumers(self) -> range:

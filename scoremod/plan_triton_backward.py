@@ -192,11 +192,6 @@ class BackwardPlan(AttentionPlan):
         return scalars_in_memory(self.params)
 
     @property
-    def every_tile(self) -> bool:
-        """Whether all keys are visible to all queries."""
-        return self.mask is None and not self.stored
-
-    @property
     def full_runs(self) -> bool:
         """Whether the pieces of the mask say which tiles are full."""
         return bool(self.runs) and any(s.kind == "full" for s in self.segments)

@@ -84,15 +84,6 @@ def in_order_of_heads(turn, q_tiles):
 
 
 @gluon.jit
-def longest_first(turn, q_tiles, heads, TOGETHER: gl.constexpr):
-    """The (head, q tile) of a turn: the last q tiles, which see most keys, of a few heads first."""
-    group = turn // (TOGETHER * q_tiles)
-    rest = turn - group * (TOGETHER * q_tiles)
-    size = gl.minimum(heads - group * TOGETHER, TOGETHER)
-    return group * TOGETHER + rest % size, q_tiles - 1 - rest // size
-
-
-@gluon.jit
 def next_turn(counter, turns):
     """Draw a turn that no program has had."""
     turn = turns
@@ -222,15 +213,6 @@ def softmax_tile(s, m_i, factor, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 # -- the backward ------------------------------------------------------------------------------
-
-
-@gluon.jit
-def heads_together(program, tiles, heads, TOGETHER: gl.constexpr):
-    """The (head, tile) of a program: the first tiles of a few heads, then their next ones."""
-    group = program // (TOGETHER * tiles)
-    rest = program - group * (TOGETHER * tiles)
-    size = gl.minimum(heads - group * TOGETHER, TOGETHER)
-    return group * TOGETHER + rest % size, rest // size
 
 
 @gluon.jit

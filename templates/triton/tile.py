@@ -269,6 +269,18 @@ def softplus(x):
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) + log1p(exp_exact(-tl.abs(x)))
 
 
+# -- programs ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def heads_together(program, tiles, heads, TOGETHER: tl.constexpr):
+    """The (head, tile) of a program: the first tiles of a few heads, then their next ones."""
+    group = program // (TOGETHER * tiles)
+    rest = program - group * (TOGETHER * tiles)
+    size = tl.minimum(heads - group * TOGETHER, TOGETHER)
+    return group * TOGETHER + rest % size, rest // size
+
+
 # -- kv segments -------------------------------------------------------------------------------
 
 
