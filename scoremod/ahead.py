@@ -10,6 +10,9 @@ one of their own:
     few queries           fwd             fwd          fwd
     any                   fwd bwd         fwd bwd      fwd
 
+On sm_90 each line but that of few queries has Hopper's kernels too, where Hopper's take such
+calls; where the same kernel serves all, it is there once.
+
 `also` adds ways of passing arguments that few calls use.
 """
 
