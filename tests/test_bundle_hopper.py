@@ -13,7 +13,6 @@ import pytest
 import torch
 from test_bundle import (
     DOC,
-    HOPPER,
     Gpu,
     built,
     compiled,
@@ -36,8 +35,6 @@ from scoremod import (
 )
 from scoremod.backends.compile_triton import Kernel
 from scoremod.errors import BackendUnavailable
-from scoremod.explain import _hopper_backward
-from scoremod.plan_triton import Options
 
 USUAL_AND_ANY = "(usual|any)(, kv_lens)?"
 ALIBI = variants.alibi & variants.causal
@@ -122,10 +119,9 @@ def test_large_tensors_have_kernels_around_whatever_the_main_one_is(
 
 def explained(path: Path) -> list[str]:
     """What `explain` says of the backward, with the kernels of a bundle."""
-    attn = scoremod.load(path)
-    program, bound = attn._bind({}, attn._sizes(80, 80, 0, 0, 0), None)
-    known = attn._type(program, bound)
-    return _hopper_backward(known, Options("bf16", 64, 64, even=False), HOPPER, "")
+    said = scoremod.load(path).explain(head_dim=64, target="cuda:90").splitlines()
+    first = next(k for k, line in enumerate(said) if line.startswith("  backward"))
+    return said[first:]
 
 
 def refuse(*_: Any) -> Kernel:
@@ -133,15 +129,17 @@ def refuse(*_: Any) -> Kernel:
 
 
 def test_a_refusal_is_recorded_and_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uncompiled(monkeypatch)
     only_usual(monkeypatch)
     monkeypatch.setattr(backward_hopper, "compile_backward", refuse)
-    path = built(tmp_path, variants.causal, target="cuda:90", phase=("fwd", "bwd"))
-    gpu = Gpu(monkeypatch, "cuda:90")
-    assert trained(gpu, scoremod.load(path), {}) == PORTABLE
-    assert explained(path) == ["  backward portable: its slope needs too many registers"]
+    path = built(tmp_path, ALIBI, target="cuda:90", phase=("fwd", "bwd"))
+    gpu, slopes = Gpu(monkeypatch, "cuda:90"), {"slopes": torch.zeros(2)}
+    assert trained(gpu, scoremod.load(path), slopes) == PORTABLE
+    # It is that bundle's alone.
+    assert trained(gpu, scoremod.load(bundles["range"]), slopes) == OURS
+    assert explained(path)[0] == "  backward portable: its slope needs too many registers"
     refused = [r for r in bundle.read(path).records if "refused" in r]
     assert [r["kernel"] for r in refused] == ["hopper_bwd"]
 
@@ -202,7 +200,17 @@ def test_one_kernel_serves_any_call_where_nothing_depends_on_it(
             *around,
             *(("hopper_bwd", call, *captures) for call in calls),
         ]
+
+
+def test_kernels_that_no_call_would_reach_are_not_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uncompiled(monkeypatch)
+    only_usual(monkeypatch)
     assert kernels_of(variants.causal, tmp_path / "f32", dtype="f32") == []
+    # A number's gradient is summed beside dq, dk and dv: by the portable kernels.
+    found = kernels_of(variants.softcap, tmp_path / "softcap")
+    assert [x for x in found if x[0] == "hopper_bwd"] == [("hopper_bwd", "usual", "float")]
 
 
 # -- compiled ----------------------------------------------------------------------------------
