@@ -13,6 +13,7 @@ import pytest
 import torch
 from test_bundle import (
     DOC,
+    HOPPER,
     Gpu,
     built,
     compiled,
@@ -31,6 +32,7 @@ from scoremod import (
     backward_hopper,
     backward_triton,
     bundle,
+    explain,
     variants,
 )
 from scoremod.backends.compile_triton import Kernel
@@ -117,11 +119,14 @@ def test_large_tensors_have_kernels_around_whatever_the_main_one_is(
 # -- where there is no kernel ------------------------------------------------------------------
 
 
-def explained(path: Path) -> list[str]:
-    """What `explain` says of the backward, with the kernels of a bundle."""
-    said = scoremod.load(path).explain(head_dim=64, target="cuda:90").splitlines()
+def explained(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What `explain` says of a call's kernels, from the backward's on, and of the forward's."""
+    monkeypatch.setattr(explain, "device", lambda index: HOPPER)
+    attn = scoremod.load(path)
+    captures = captures_of("range") if "slopes" in str(attn) else {}
+    said = attn.explain(*tensors(), backend="hopper", **captures).splitlines()
     first = next(k for k, line in enumerate(said) if line.startswith("  backward"))
-    return said[first:]
+    return [*said[first:], *(line for line in said[:first] if line.startswith("  tried"))]
 
 
 def refuse(*_: Any) -> Kernel:
@@ -139,7 +144,9 @@ def test_a_refusal_is_recorded_and_followed(
     assert trained(gpu, scoremod.load(path), slopes) == PORTABLE
     # It is that bundle's alone.
     assert trained(gpu, scoremod.load(bundles["range"]), slopes) == OURS
-    assert explained(path)[0] == "  backward portable: its slope needs too many registers"
+    assert (
+        explained(path, monkeypatch)[0] == "  backward portable: its slope needs too many registers"
+    )
     refused = [r for r in bundle.read(path).records if "refused" in r]
     assert [r["kernel"] for r in refused] == ["hopper_bwd"]
 
@@ -152,16 +159,18 @@ def test_a_bundle_that_lacks_the_kernel(tmp_path: Path, monkeypatch: pytest.Monk
         path = built(tmp_path, variants.causal, target="cuda:90", phase=("fwd", "bwd"))
     gpu = Gpu(monkeypatch, "cuda:90")
     assert trained(gpu, scoremod.load(path), {}) == PORTABLE
-    assert "made.smk has no kernel `hopper_bwd` for this call" in explained(path)[0]
+    assert "made.smk has no kernel `hopper_bwd` for this call" in explained(path, monkeypatch)[0]
 
 
 def test_explain_says_what_a_bundle_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uncompiled(monkeypatch)
     only_usual(monkeypatch)
     path = built(tmp_path, variants.causal, target="cuda:90", phase=("fwd", "bwd"))
-    first, *rest = explained(path)
+    Gpu(monkeypatch, "cuda:90")
+    first, *tried = explained(path, monkeypatch)
     assert first.startswith("  backward dq, dk and dv in one kernel: 128 queries by 128 keys")
-    assert rest and all(line.endswith(": taken") for line in rest)
+    # Of the backward and of the forward.
+    assert len(tried) == 2 and all(line.endswith(": taken") for line in tried)
 
 
 # -- what is compiled for a bundle -------------------------------------------------------------
