@@ -152,19 +152,20 @@ def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...], backend: st
         if isinstance(item.given, torch.Tensor) and item.given.requires_grad:
             require_score(item, program)
     call, values = take_apart(program, inputs, bound, backend)
-    out, lse, _ = _apply(_Attention, call, *values)
+    out, lse, _ = _recorded(call, *values)
     return out, lse
 
 
-def _apply(function: type[torch.autograd.Function], *values: Any) -> Any:
-    """`function.apply`, whose look at the signature of its forward takes longer than a launch.
+def _recorded(call: Call, *values: Any) -> Answer:
+    """The answer of a call, recorded.
 
-    Outside of torch.func's transforms that look only fills in defaults, and there are none.
+    What `Function.apply` does of its own takes longer than a launch: it looks at the signature of
+    a forward, to fill in defaults. There are none, and only torch.func's transforms need the rest.
     """
     if torch._C._are_functorch_transforms_active():
-        return function.apply(*values)  # type: ignore[no-untyped-call]
-    plain: Any = super(torch.autograd.Function, function)
-    return plain.apply(*unwrap_dead_wrappers(values))
+        return _Transformed.apply(call, *values)  # type: ignore[no-untyped-call, no-any-return]
+    plain: Any = super(torch.autograd.Function, _Attention)
+    return plain.apply(call, *unwrap_dead_wrappers(values))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ class Recorded:
     ) -> Any:
         """out, or (out, lse)."""
         call = self.call if tiles is None else replace(self.call, tiles=tiles)
-        out, lse, _ = _apply(_Attention, call, q, k, v, self.scale, q_offset, kv_lens, *captures)
+        out, lse, _ = _recorded(call, q, k, v, self.scale, q_offset, kv_lens, *captures)
         return (out, lse) if return_lse else out
 
 
@@ -204,16 +205,10 @@ class _Attention(torch.autograd.Function):
     """The attention of a call."""
 
     @staticmethod
-    def forward(call: Call, *values: Any) -> Answer:
-        return forward(call, values)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Answer) -> None:
-        ctx.call, *values = inputs
-        tensors = [x if isinstance(x, torch.Tensor) else None for x in values]
-        ctx.numbers = [None if isinstance(x, torch.Tensor) else x for x in values]
-        ctx.save_for_backward(*tensors, *output)
-        ctx.set_materialize_grads(False)
+    def forward(ctx: Any, call: Call, *values: Any) -> Answer:
+        answer = forward(call, values)
+        _save(ctx, call, values, answer)
+        return answer
 
     @staticmethod
     def backward(ctx: Any, grad_out: Any, grad_lse: Any, _: Any) -> tuple[Any, ...]:
@@ -225,10 +220,31 @@ class _Attention(torch.autograd.Function):
         if (grad_out is None and grad_lse is None) or not any(wanted):
             return (None,) * (1 + len(values))
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        found = iter(
-            _apply(_Backward, ctx.call, wanted, out, lse, residual, grad_out, grad_lse, *values)
-        )
+        given = (ctx.call, wanted, out, lse, residual, grad_out, grad_lse, *values)
+        found = iter(_Backward.apply(*given))  # type: ignore[no-untyped-call]
         return (None, *(next(found) if wants else None for wants in wanted))
+
+
+def _save(ctx: Any, call: Call, values: Values, answer: Answer) -> None:
+    """Keep what the backward needs: tensors where torch watches over them."""
+    ctx.call = call
+    tensors = [x if isinstance(x, torch.Tensor) else None for x in values]
+    ctx.numbers = [None if isinstance(x, torch.Tensor) else x for x in values]
+    ctx.save_for_backward(*tensors, *answer)
+    ctx.set_materialize_grads(False)
+
+
+class _Transformed(_Attention):
+    """The same in two steps, as torch.func's transforms want it; torch takes longer for it."""
+
+    @staticmethod
+    def forward(call: Call, *values: Any) -> Answer:  # type: ignore[override]
+        return forward(call, values)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Answer) -> None:
+        call, *values = inputs
+        _save(ctx, call, values, output)
 
 
 class _Backward(torch.autograd.Function):

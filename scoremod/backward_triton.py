@@ -478,13 +478,32 @@ def query_gradient(call: Call, rows: Tensor, by_read: dict[int, Tensor]) -> Tens
     q = call.inputs.q
     kernel, mine = kernel_of(call, DQ), call.reads_in(DQ)
     dq = empty_like_q(q, q.shape[3])
-    sums = _line_sums(call, len(mine), q.shape[2])
+    # Of each read the sums and their weights, and of each row what is left over.
+    sums = _line_sums(call, 2 * len(mine) + 1 if mine else 0, q.shape[2])
     values = _values(call, rows, (dq,), sums)
     values += _structure(call, DQ, kernel)
     kernel.run(-(-q.shape[2] // kernel.block_m) * q.shape[0] * q.shape[1], values)
     line = Line(Pattern.ROW, q.shape[2])
-    by_read |= {n: settled(call, n, sums[row], line) for row, n in enumerate(mine)}
+    by_read |= {
+        n: settled(call, n, x, line) for n, x in zip(mine, _evened(call, sums), strict=True)
+    }
     return dq
+
+
+def _evened(call: Call, sums: Tensor) -> Tensor:
+    """Sums of ds * slope per row, without what delta's rounding adds to each ds of a row.
+
+    The ds of a row add up to the gradient of its LSE. Whatever is left over came by way of delta
+    and with the weight p: a slope that is summed over many rows would feel it first of all.
+    """
+    number = len(sums) // 2
+    if not number:
+        return sums
+    totals, weights, left_over = sums[:number], sums[number:-1], sums[-1]
+    if call.result.grad_lse is not None:
+        has_keys = call.result.lse != -torch.inf
+        left_over -= torch.where(has_keys, call.result.grad_lse, 0.0)
+    return totals.sub_(torch.where(left_over == 0.0, 0.0, left_over * weights))
 
 
 def key_gradients(call: Call, rows: Tensor, by_read: dict[int, Tensor]) -> tuple[Tensor, Tensor]:

@@ -111,6 +111,7 @@ class Sum:
 
     number: int  # among the reads of the program
     row: int  # among the sums of the kernel
+    weight_row: int = 0  # the same of p * slope, which a kernel sums that walks along rows
     place: DeviceFunction | None = None  # of the element, where the kernel itself writes there
 
     @property
@@ -120,6 +121,10 @@ class Sum:
     @property
     def total(self) -> str:
         return f"sum_{self.number}"
+
+    @property
+    def weight(self) -> str:
+        return f"weight_{self.number}"
 
     @property
     def gradient(self) -> str:
@@ -197,6 +202,11 @@ class BackwardPlan(AttentionPlan):
         return bool(self.runs) and any(s.kind == "full" for s in self.segments)
 
     @property
+    def left_over_row(self) -> int:
+        """Where the sum of a row's ds goes: behind the sums and weights of all reads."""
+        return 2 * len(self.sums)
+
+    @property
     def stores(self) -> bool:
         """Whether the programs own the elements that they sum."""
         return not self.atomic
@@ -240,7 +250,7 @@ def backward_plan(
     slope = None if kernel in (DIAGONALS, PAIRS) else d_ds(program.given_score)
     score, results = score_function(program, slope, mine)
     sums = tuple(
-        Sum(n, row, _place(program, r, n, learned) if kernel == PAIRS else None)
+        Sum(n, row, len(mine) + row, _place(program, r, n, learned) if kernel == PAIRS else None)
         for row, (n, r) in enumerate(mine)
     )
     mask = program.mask_function
