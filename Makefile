@@ -39,7 +39,7 @@ gpu-test: $(READY)
 
 compile-all: $(READY)
 	$(BIN)/pytest -q -n 2 -m compile_all tests/test_compile.py tests/test_hopper.py \
-	    tests/test_hopper_backward.py
+	    tests/test_hopper_backward.py tests/test_bundle_hopper.py
 
 # Minutes of random variants against the oracle, and of mutated inputs of both front ends; what is
 # found is written to build/. SECONDS= and SEED= change how long and from where.

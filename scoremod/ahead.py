@@ -10,17 +10,20 @@ one of their own:
     few queries           fwd             fwd          fwd
     any                   fwd bwd         fwd bwd      fwd
 
+On sm_90 each line but that of few queries has Hopper's kernels too, where Hopper's take such
+calls; where the same kernel serves all, it is there once.
+
 `also` adds ways of passing arguments that few calls use.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from . import attend_hopper, attend_triton, backward_triton
+from . import attend_hopper, attend_triton, backward_hopper, backward_triton
 from .backends.compile_triton import Kernel
 from .bundle import Item, Kind
 from .errors import BackendUnavailable, InputMismatch
@@ -28,6 +31,7 @@ from .ir.capture import Kind as KindOfCapture
 from .ir.ops import Op, Type
 from .passes.patterns import Read
 from .plan import Param, Typed, assumed_params, typed
+from .plan_hopper_backward import finish_plan, rows_plan
 from .plan_structure import structure_plan
 from .plan_triton import ELEMENT_BYTES, Options
 from .plan_triton_backward import (
@@ -330,14 +334,20 @@ def _hopper(job: Job, shelf: Shelf) -> Iterator[Item]:
     what = attend_hopper.forward_key(job.program, chosen)
     if Kind.of(what, job.target) in shelf.items:
         return
-    result: Kernel | str
-    try:
-        result = attend_hopper.compile_forward(job.program, chosen, job.target)
-    except BackendUnavailable as error:
-        result = error.message.partition("\n")[0]
+    result = _or_why_not(attend_hopper.compile_forward, job, chosen)
     yield Item(what, job.target, job.call, result)
     if chosen.stored and isinstance(result, Kernel):
         yield from _structure(job, shelf, chosen, result, transposed=False)
+
+
+def _or_why_not(
+    compile_one: Callable[[Typed, Options, Target], Kernel], job: Job, chosen: Options
+) -> Kernel | str:
+    """A kernel, or in one line why no configuration suits it."""
+    try:
+        return compile_one(job.program, chosen, job.target)
+    except BackendUnavailable as error:
+        return error.message.partition("\n")[0]
 
 
 def _structure(
@@ -353,7 +363,7 @@ def _structure(
 
 
 def _backward(job: Job, shelf: Shelf) -> Iterator[Item]:
-    """The kernels of a backward, in the order of their launches."""
+    """The kernels of a backward: portable ones, and Hopper's where it takes such calls."""
     program, target, call = job.program, job.target, job.call
     assert job.learned is not None
     learned, chosen = job.learned, job.options
@@ -373,6 +383,47 @@ def _backward(job: Job, shelf: Shelf) -> Iterator[Item]:
             if mine.stored:
                 yield from _structure(job, shelf, mine, made, transposed=kernel == DKDV)
     yield from _places(job, shelf, reads)
+    if attend_hopper.is_hopper(target) and not _unfit_for_hoppers_backward(job, reads):
+        yield from _hopper_backward(job, shelf)
+
+
+def _unfit_for_hoppers_backward(job: Job, reads: Sequence[Read]) -> bool:
+    chosen = job.options
+    shape = (chosen.dtype, chosen.head_dim, chosen.v_head_dim)
+    return bool(backward_hopper.unfit_shape(*shape) or backward_hopper.unlearned(reads))
+
+
+def _hopper_backward(job: Job, shelf: Shelf) -> Iterator[Item]:
+    """Hopper's kernel of dq, dk and dv with those around it, or why there is none."""
+    chosen = backward_hopper.of_options(job.program, job.options)
+    what = backward_hopper.backward_key(job.program, chosen)
+    item = shelf.items.get(Kind.of(what, job.target))
+    if item is None:
+        result = _or_why_not(backward_hopper.compile_backward, job, chosen)
+        item = Item(what, job.target, job.call, result)
+        yield item
+    if isinstance(item.result, Kernel):
+        yield from _around(job, shelf, dict(item.result.constants))
+        if chosen.stored:
+            yield from _structure(job, shelf, chosen, item.result, transposed=True)
+
+
+def _around(job: Job, shelf: Shelf, tile: Mapping[str, int]) -> Iterator[Item]:
+    """The kernels before and after Hopper's main one, for any call: memory is their limit."""
+    target, block_m, columns = job.target, tile["BLOCK_M"], tile["DQ_COLUMNS"]
+    chosen = replace(backward_hopper.small_options(job.options), wide_offsets=True)
+    found = [
+        (
+            backward_hopper.rows_key(chosen, block_m, has_grad_lse=has_grad_lse),
+            rows_plan(chosen, target, block_m, has_grad_lse=has_grad_lse),
+        )
+        for has_grad_lse in (False, True)
+    ]
+    last = finish_plan(chosen, target, block_m, columns)
+    found.append((backward_hopper.finish_key(chosen, block_m, columns), last))
+    for what, plan in found:
+        if Kind.of(what, target) not in shelf.items:
+            yield Item(what, target, job.call, backward_hopper.compile_small(plan))
 
 
 def _places(job: Job, shelf: Shelf, reads: Sequence[Read]) -> Iterator[Item]:

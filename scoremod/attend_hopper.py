@@ -21,6 +21,7 @@ from .backends.compile_triton import Kernel
 from .backends.hopper import HOPPER
 from .binding import ELEMENT_OF, Bound
 from .blocks import Blocks
+from .bundle import loaded
 from .cache import CACHE, fingerprint, key
 from .errors import BackendUnavailable
 from .gradients import Answer
@@ -178,8 +179,10 @@ def store(program: Typed, chosen: Options, target: Target) -> Kernel:
 
 
 def found(program: Typed, chosen: Options, target: Target) -> Kernel | None:
-    """The kernel of a call, if it was compiled before."""
+    """The kernel of a call, if it was compiled before; a bundle has it, or says why not."""
     what = forward_key(program, chosen, tuned(program, chosen, target))
+    if program.bundle:
+        return loaded(program.bundle).kernel(what, target)
     return CACHE.find(key(fingerprint(), what, target))
 
 

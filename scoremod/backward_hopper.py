@@ -23,10 +23,12 @@ from .backends.compile_triton import Kernel, compile_kernel
 from .backends.hopper import HOPPER, WITHOUT_PRODUCTS
 from .backward_triton import Call, call_of, collected, nothing, over_batch, row_values, sum_others
 from .binding import ELEMENT_OF, Bound
+from .bundle import loaded
 from .cache import CACHE, fingerprint, key
-from .errors import BackendUnavailable
+from .errors import BackendUnavailable, KernelMissing
 from .gradients import Gradients, Result, Wanted
 from .inputs import Inputs, empty_like_q, shared_values
+from .ir.capture import Kind
 from .passes.patterns import Pattern, Read
 from .plan import Typed
 from .plan_hopper import padded
@@ -44,7 +46,7 @@ from .plan_hopper_backward import (
     rows_plan,
     width_of,
 )
-from .plan_triton import Options
+from .plan_triton import Options, wide_scalars
 from .plan_triton_backward import learnable, reads_of
 from .ready import Interpreted, Ready, ready
 from .render import render
@@ -87,8 +89,6 @@ def unfit(program: Typed, inputs: Inputs) -> str:
         return "deterministic: dq is added up in the order in which programs come"
     if reason := unfit_blocks(inputs.tiles):
         return reason
-    if program.bundle:
-        return "bundles hold the portable backward"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not copyable(x):
             return f"TMA cannot copy {name}: its strides are {x.stride()}"
@@ -132,19 +132,28 @@ _REFUSED: dict[tuple[object, ...], str] = {}
 
 def refusal(call: Call) -> str:
     """Why a call that fits has no kernel, which is compiled to know it; "" if it has one."""
-    what = (call.program.canonical, of_options(call.program, call.options), call.device)
+    program, chosen = call.program, of_options(call.program, call.options)
+    what = (program.bundle, program.canonical, chosen, call.device)
     if what not in _REFUSED:
-        try:
-            main(call)
-            _REFUSED[what] = ""
-        except BackendUnavailable as error:
-            _REFUSED[what] = error.message.partition("\n")[0]
+        _REFUSED[what] = _why_none(lambda: main(call))
     return _REFUSED[what]
+
+
+def _why_none(find: Callable[[], object]) -> str:
+    """Why a kernel is not found, in one line; "" where it is."""
+    try:
+        find()
+    except (BackendUnavailable, KernelMissing) as error:
+        return error.message.partition("\n")[0]
+    return ""
 
 
 def known_refusal(program: Typed, chosen: Options, target: Target) -> str:
     """The same without compiling: "" where nothing was tried so far, too."""
-    note = CACHE.note(_refusal_key(program, of_options(program, chosen), target))
+    chosen = of_options(program, chosen)
+    if program.bundle:
+        return _why_none(lambda: found(program, chosen, target))
+    note = CACHE.note(_refusal_key(program, chosen, target))
     return "" if note is None else str(note.get("reason")).partition("\n")[0]
 
 
@@ -155,10 +164,14 @@ def _refusal_key(program: Typed, chosen: Options, target: Target) -> str:
 def of_options(program: Typed, chosen: Options) -> Options:
     """Options of a portable kernel without what makes no difference here.
 
-    Several ranges of queries are not solved in the kernel, but read as any other structure.
+    Several ranges of queries are not solved in the kernel, but read as any other structure. Only
+    captures are passed in types that depend on what is small, or on how far offsets reach.
     """
+    tables = any(p.kind is Kind.TENSOR for p in program.params)
     return replace(
         chosen,
+        small=not wide_scalars(program.params, chosen),
+        wide_offsets=chosen.wide_offsets and tables,
         aligned=True,
         short=False,
         positive_scale=True,
@@ -175,7 +188,8 @@ def main(call: Call) -> Ready:
     def build(target: Target) -> Kernel:
         return compile_unless_refused(program, chosen, target)
 
-    return ready(backward_key(program, chosen), call.device, build, _not_interpreted, "")
+    what = backward_key(program, chosen)
+    return ready(what, call.device, build, _not_interpreted, program.bundle)
 
 
 def _not_interpreted() -> Interpreted:
@@ -188,8 +202,11 @@ def backward_key(program: Typed, chosen: Options) -> tuple[object, ...]:
 
 
 def found(program: Typed, chosen: Options, target: Target) -> Kernel | None:
-    """The main kernel, if it was compiled before."""
-    return CACHE.find(key(fingerprint(), backward_key(program, chosen), target))
+    """The main kernel, if it was compiled before; a bundle has it, or says why not."""
+    what = backward_key(program, chosen)
+    if program.bundle:
+        return loaded(program.bundle).kernel(what, target)
+    return CACHE.find(key(fingerprint(), what, target))
 
 
 def compile_unless_refused(program: Typed, chosen: Options, target: Target) -> Kernel:
@@ -251,7 +268,7 @@ def rows_kernel(call: Call, block_m: int) -> Ready:
     chosen, given = small_options(call.options), call.result.given
     return _small(
         call,
-        (ROWS, chosen, block_m, *given.values()),
+        rows_key(chosen, block_m, **given),
         lambda target: rows_plan(chosen, target, block_m, **given),
     )
 
@@ -261,9 +278,21 @@ def finish_kernel(call: Call, block_m: int, dq_columns: int) -> Ready:
     chosen = small_options(call.options)
     return _small(
         call,
-        (FINISH, chosen, block_m, dq_columns),
+        finish_key(chosen, block_m, dq_columns),
         lambda target: finish_plan(chosen, target, block_m, dq_columns),
     )
+
+
+def rows_key(
+    chosen: Options, block_m: int, *, has_grad_lse: bool, has_residual: bool = False
+) -> tuple[object, ...]:
+    """What decides the kernel that looks at each row."""
+    return (ROWS, chosen, block_m, has_grad_lse, has_residual)
+
+
+def finish_key(chosen: Options, block_m: int, dq_columns: int) -> tuple[object, ...]:
+    """What decides the kernel that makes dq of its sums."""
+    return (FINISH, chosen, block_m, dq_columns)
 
 
 def small_options(chosen: Options) -> Options:
@@ -282,7 +311,9 @@ def _small(call: Call, what: tuple[object, ...], plan: Callable[[Target], SmallP
         made = plan(INTERPRETER)
         return Interpreted(small_source(made), made.kernel, made.constants)
 
-    return ready(what, call.device, lambda target: compile_small(plan(target)), interpret, "")
+    return ready(
+        what, call.device, lambda t: compile_small(plan(t)), interpret, call.program.bundle
+    )
 
 
 def small_source(plan: SmallPlan) -> str:

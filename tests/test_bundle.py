@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from bundle_process import pretend
 from click.testing import CliRunner
 from test_launch import FakeDriver
 from test_launch import kernel as fake_kernel
@@ -29,14 +30,15 @@ from scoremod import (
     ahead,
     attend_hopper,
     attend_triton,
+    backward_hopper,
     backward_triton,
     bundle,
     ready,
     structure,
     variants,
 )
-from scoremod.backends.compile_hopper import launched
-from scoremod.backends.compile_triton import Kernel, compile_kernel
+from scoremod.backends import compile_hopper, compile_hopper_backward
+from scoremod.backends.compile_triton import Kernel, TensorMap, compile_kernel
 from scoremod.bundle import Bundle, Item, Kind, Title
 from scoremod.cli import main
 from scoremod.errors import (
@@ -50,6 +52,8 @@ from scoremod.frontend import parsed
 from scoremod.frontend.parsed import as_data, from_data
 from scoremod.frontend.source import read_text_source
 from scoremod.launch import Launcher
+from scoremod.plan_hopper import HopperPlan
+from scoremod.plan_hopper_backward import MAIN, HopperBackwardPlan
 from scoremod.plan_triton import Options
 from scoremod.target import parse_target
 
@@ -63,19 +67,32 @@ def compiled(
     text: str, entry: str, arguments: Any, constants: Any, target: Any, **_: Any
 ) -> Kernel:
     """What stands for a compiled kernel: rendered and with its arguments, but without code."""
-    plain = fake_kernel(entry=entry, target=target, text=text, shared=1024, image=entry.encode())
-    return replace(plain, arguments=tuple(arguments), constants=tuple(constants.items()))
+    found, image = tuple(arguments), b"\x7fELF" + entry.encode()
+    plain = fake_kernel(entry=entry, target=target, text=text, shared=1024, image=image)
+    maps = (TensorMap("bf16", (1,), 0),) * sum(a.type == "tensormap" for a in found)
+    return replace(plain, arguments=found, constants=tuple(constants.items()), tensor_maps=maps)
+
+
+def compiled_forward(plan: HopperPlan, text: str) -> tuple[Kernel, str]:
+    """The same of Hopper's forward, and of its backward."""
+    arguments, tile = compile_hopper.launched(plan), compile_hopper.constants(plan)
+    return compiled(text, "hopper", arguments, tile, plan.target), ""
+
+
+def compiled_backward(plan: HopperBackwardPlan, text: str) -> tuple[Kernel, str]:
+    arguments, tile = (
+        compile_hopper_backward.launched(plan),
+        compile_hopper_backward.constants(plan),
+    )
+    return compiled(text, MAIN, arguments, tile, plan.target), ""
 
 
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Build bundles without a compiler."""
-    for module in (attend_triton, backward_triton, structure):
+    for module in (attend_triton, backward_triton, backward_hopper, structure):
         monkeypatch.setattr(module, "compile_kernel", compiled)
-    monkeypatch.setattr(
-        attend_hopper,
-        "compile_plan",
-        lambda plan, text: (compiled(text, "hopper", launched(plan), {}, plan.target), ""),
-    )
+    monkeypatch.setattr(attend_hopper, "compile_plan", compiled_forward)
+    monkeypatch.setattr(backward_hopper, "compile_plan", compiled_backward)
 
 
 @pytest.fixture(scope="module")
@@ -115,17 +132,11 @@ class Gpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
         self.launched: list[Kernel] = []
-        here, found = torch.device("cuda", 0), parse_target(target)
-
-        def on_gpu(what: Any, device: Any, *rest: Any) -> Any:
-            return ready.ready(what, here, *rest)
-
-        for module in (attend_triton, backward_triton, structure):
-            monkeypatch.setattr(module, "ready", on_gpu)
+        pretend(target, self._launcher, monkeypatch.setattr)
         monkeypatch.setattr(ready, "_READY", {})
-        monkeypatch.setattr(ready, "gpu", lambda index: found)
-        monkeypatch.setattr(ready, "current_stream", lambda index: 0)
-        monkeypatch.setattr(ready, "launcher", self._launcher)
+        for module in (attend_hopper, backward_hopper):
+            monkeypatch.setattr(module, "_REFUSED", {})
+        monkeypatch.setattr(attend_hopper, "_READY", {})
         # So that `backend="triton"` takes tensors on the CPU.
         monkeypatch.setenv("TRITON_INTERPRET", "1")
 
@@ -173,12 +184,18 @@ def documents(tmp_path_factory: pytest.TempPathFactory, apart: None) -> Path:
         )
 
 
-def test_a_process_without_triton_and_compiler_runs_forward_and_backward(documents: Path) -> None:
+def without_triton(path: Path, target: str) -> dict[str, Any]:
+    """What a process without Triton and compiler launches of a bundle's kernels."""
     environment = {**os.environ, "PATH": "", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, str(TESTS / "bundle_process.py"), str(documents)]
+    command = [sys.executable, str(TESTS / "bundle_process.py"), str(path), target]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_process_without_triton_and_compiler_runs_forward_and_backward(documents: Path) -> None:
+    found = without_triton(documents, "cuda:80")
     tiles = ["tile_structure"] * 2  # its two phases
     forward = [*tiles, "attention_fwd"]
     backward = ["attention_bwd_delta", *tiles, "attention_bwd_dkdv", *tiles, "attention_bwd_dq"]
@@ -720,7 +737,7 @@ def test_the_order_of_arguments_is_part_of_the_format(
     """A change here makes old bundles wrong: raise bundle.FORMAT with it."""
     uncompiled(monkeypatch)
     only_usual(monkeypatch)
-    hopper = built(tmp_path, variants.causal, target="cuda:90")
+    hopper = built(tmp_path, DOC, target="cuda:90", phase=("fwd", "bwd"))
     longest: dict[str, str] = {}
     for path in (*sweeping.values(), hopper):
         for record in bundle.read(path).records:

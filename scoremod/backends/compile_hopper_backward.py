@@ -31,12 +31,7 @@ def compile_plan(plan: HopperBackwardPlan, text: str) -> tuple[Kernel, str]:
         tensor_map(made, element)
         for made, element in zip(compiled.metadata.tensordesc_meta, elements, strict=True)
     )
-    constants = {
-        "BLOCK_M": plan.config.block_m,
-        "BLOCK_N": plan.block_n,
-        "DQ_COLUMNS": plan.dq_columns,
-    }
-    kernel = kernel_of(compiled, text, plan.target, launched(plan), constants, maps)
+    kernel = kernel_of(compiled, text, plan.target, launched(plan), constants(plan), maps)
     return kernel, complaint(compiled, plan)
 
 
@@ -56,6 +51,15 @@ def complaint(compiled: Compiled, plan: HopperBackwardPlan) -> str:
     if spilled > SPILLS:
         return f"{spilled} accesses to spilled registers a q tile"
     return ""
+
+
+def constants(plan: HopperBackwardPlan) -> dict[str, int]:
+    """What the kernel's text holds and its launches must know."""
+    return {
+        "BLOCK_M": plan.config.block_m,
+        "BLOCK_N": plan.block_n,
+        "DQ_COLUMNS": plan.dq_columns,
+    }
 
 
 def launched(plan: HopperBackwardPlan) -> tuple[Argument, ...]:
