@@ -157,15 +157,21 @@ def attend(program: Typed, inputs: Inputs, bound: tuple[Bound, ...], backend: st
 
 
 def _recorded(call: Call, *values: Any) -> Answer:
-    """The answer of a call, recorded.
+    """The answer of a call, recorded."""
+    transformed = torch._C._are_functorch_transforms_active()
+    answer: Answer = _apply(_Transformed if transformed else _Attention, call, *values)
+    return answer
 
-    What `Function.apply` does of its own takes longer than a launch: it looks at the signature of
-    a forward, to fill in defaults. There are none, and only torch.func's transforms need the rest.
+
+def _apply(function: type[torch.autograd.Function], *values: Any) -> Any:
+    """`function.apply`, whose look at the signature of its forward takes longer than a launch.
+
+    Outside of torch.func's transforms that look only fills in defaults, and there are none.
     """
     if torch._C._are_functorch_transforms_active():
-        return _Transformed.apply(call, *values)  # type: ignore[no-untyped-call, no-any-return]
-    plain: Any = super(torch.autograd.Function, _Attention)
-    return plain.apply(call, *unwrap_dead_wrappers(values))  # type: ignore[no-any-return]
+        return function.apply(*values)  # type: ignore[no-untyped-call]
+    plain: Any = super(torch.autograd.Function, function)
+    return plain.apply(*unwrap_dead_wrappers(values))
 
 
 @dataclass(frozen=True)
@@ -220,8 +226,9 @@ class _Attention(torch.autograd.Function):
         if (grad_out is None and grad_lse is None) or not any(wanted):
             return (None,) * (1 + len(values))
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        given = (ctx.call, wanted, out, lse, residual, grad_out, grad_lse, *values)
-        found = iter(_Backward.apply(*given))  # type: ignore[no-untyped-call]
+        found = iter(
+            _apply(_Backward, ctx.call, wanted, out, lse, residual, grad_out, grad_lse, *values)
+        )
         return (None, *(next(found) if wants else None for wants in wanted))
 
 
