@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .analysis.interval import Bounds, Interval, Name, ints, open_load
 from .analysis.ranges import FAR, Piece, solve
 from .ir.capture import Kind
-from .ir.expr import Expr, capture, const, index, make, substitute
+from .ir.expr import TRUE, Expr, capture, const, index, make, substitute
 from .ir.ops import Op, Type
 from .passes.fold import base2
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
@@ -402,14 +402,14 @@ def residual_words(v_head_dim: int) -> int:
 
 def tiles_of(program: Typed, options: Options, target: Target) -> tuple[Tile, ...]:
     """The tile of a kernel variant, and smaller ones for a score that needs more memory."""
-    two_sided = any(piece.los and piece.his for piece in solve(program.mask, "j"))
     return choose_tiles(
         padded(options.head_dim),
         padded(options.v_head_dim),
         ELEMENT_BYTES[options.dtype],
         target,
         short=options.short,
-        plain=program.score == S and not two_sided and not options.stored,
+        scored=program.score != S,
+        masked=program.mask != TRUE,
         stored=options.stored and not options.coarse,
     )
 

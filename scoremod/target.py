@@ -99,8 +99,8 @@ class Tile:
 # (largest head dim, tile) for 16-bit inputs, for fp32 inputs. Numbers are ratios to FlexAttention
 # on an H200, bf16, 2026-11-29 (benchmarks/NOTES.md). Not timed: head dims above 128, and fp32.
 _TILES_16: tuple[tuple[int, Tile], ...] = (
-    # Window 1.10, softcap 3.14, ALiBi 1.22;
-    # 64x128: 0.90, 2.94, 1.13.
+    # Softcap 3.14, ALiBi 1.22;
+    # 64x128: 2.94, 1.13.
     (64, Tile(64, 64, 4, 3)),
     # Full 0.97..1.08, causal 1.16..1.26;
     # 128x128 with 8 warps 0.94, 1.14; 128x64 with 8 warps 0.98, 1.15.
@@ -108,9 +108,11 @@ _TILES_16: tuple[tuple[int, Tile], ...] = (
     (256, Tile(64, 64, 8, 2)),
     (512, Tile(64, 32, 8, 1)),
 )
-# Where every tile has the same cheap work: full 1.07, causal 1.11; 64x64: 1.02, 1.07.
+# Without a score or a mask: 1.07; 64x64: 1.02. Few queries read keys alone.
 _PLAIN_64 = Tile(64, 128, 4, 3)
-# Documents of 1,024 tokens: 1.20; 64x64 takes 196 registers, the third program's room: 1.11.
+# Without a score: causal 1.17, window 1.17; 3 stages: 1.13, 1.12; 64x128: 1.14, 0.91.
+_MASKED_64 = Tile(64, 64, 4, 2)
+# Documents of 1,024 tokens: 1.21; 64x64 takes 219 registers, the third program's room: 1.14.
 _STORED_64 = Tile(64, 32, 4, 3)
 _TILES_32: tuple[tuple[int, Tile], ...] = (
     # IEEE products run on the CUDA cores: 8 warps keep the operands in registers, 4 spill 34 KB.
@@ -128,22 +130,23 @@ def choose_tiles(
     target: Target,
     *,
     short: bool = False,
-    plain: bool = False,
+    scored: bool = True,
+    masked: bool = True,
     stored: bool = False,
 ) -> tuple[Tile, ...]:
     """The tiles for padded head dims that fit the target's shared memory, the best first.
 
-    `short` is for calls with few queries, such as decoding; `plain` for no score and a mask that
-    leaves long runs of full tiles; `stored` for tiles that a structure names. A captured table of
-    pairs may need a later one.
+    `short` is for calls with few queries, such as decoding; `scored` for a score other than s;
+    `stored` for tiles that a structure names. A captured table of pairs may need a later one.
     """
     table = _TILES_16 if element_bytes == 2 else _TILES_32
     widest = max(head_dim, v_head_dim)
     tile = next((t for limit, t in table if widest <= limit), table[-1][1])
-    if plain and element_bytes == 2 and widest == 64:
-        tile = _PLAIN_64
-    if stored and element_bytes == 2 and widest == 64:
-        tile = _STORED_64
+    if element_bytes == 2 and widest == 64:
+        if stored:
+            tile = _STORED_64
+        elif not scored:
+            tile = _MASKED_64 if masked and not short else _PLAIN_64
     if short:
         tile = replace(tile, block_m=16, num_warps=4)
     tiles = tuple(
