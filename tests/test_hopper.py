@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from scoremod import Variant, attend_hopper, attend_triton, parse, variants
 from scoremod.backends import compile_hopper
-from scoremod.backends.compile_hopper import complaint, launched, spills_in_loops
+from scoremod.backends.compile_hopper import SPILLS, complaint, launched, spills_in_loops
 from scoremod.backends.compile_triton import Kernel, Report, softmax_loops
 from scoremod.blocks import Blocks
 from scoremod.errors import BackendUnavailable
@@ -370,17 +371,29 @@ def compiled(
     return made, len(softmax_loops(made.image)), spills_in_loops(made.image)
 
 
+# Whether configurations were measured under this release of Triton.
+MEASURED = triton.__version__.startswith("3.6.")
+
+
+def taken(plans: list[HopperPlan], notes: tuple[str, ...]) -> HopperPlan:
+    """The plan that was taken: the first one under the release that it was measured under."""
+    plan = plans[len(notes) - 1]
+    assert notes[-1] == f"{plan.config}: taken"
+    assert len(notes) == 1 or not MEASURED
+    return plan
+
+
 # Accesses to spilled registers a partial tile: 8 were not felt.
 SPILLED = {"sinks": 4}
 
 
 def check(found: tuple[Kernel, int, int], name: str, head_dim: int) -> None:
     made, loops, spills = found
-    (first, *_) = plans(NAMED[name], head_dim)
-    assert made.notes == (f"{first.config}: taken",) and spills <= SPILLED.get(name, 0)
-    assert loops == first.config.consumers * len(first.kv_segments)
+    plan = taken(plans(NAMED[name], head_dim), made.notes)
+    assert spills <= SPILLED.get(name, 0 if MEASURED else SPILLS)
+    assert loops == plan.config.consumers * len(plan.kv_segments)
     assert made.shared <= H200.shared and made.cluster == (1, 1, 1)
-    assert made.num_warps == 4 * (first.config.consumers + 1)
+    assert made.num_warps == 4 * (plan.config.consumers + 1)
     assert [m.box[-1] for m in made.tensor_maps] == [64] * 4
 
 

@@ -9,9 +9,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-# Each kernel has these lines itself: Triton gave both copies new names.
+# Each kernel has these lines itself: Triton has given all three new names.
 copy_in = getattr(tma, "async_load", tma.async_copy_global_to_shared)
 copy_out = getattr(tma, "async_store", tma.async_copy_shared_to_global)
+shared_memory = gl.shared_memory_descriptor
+reinterpret = getattr(shared_memory, "reinterpret", None) or shared_memory._reinterpret
 
 # -- shared memory -----------------------------------------------------------------------------
 
@@ -66,7 +68,7 @@ def clear_rows(
     GROUPS: gl.constexpr = BLOCK_N // 8
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    memory = tiles._reinterpret(gl.int32, [STAGES * PANELS * GROUPS, 256], plain)
+    memory = reinterpret(tiles, gl.int32, [STAGES * PANELS * GROUPS, 256], plain)
     row_of_group = gl.arange(0, 256, layout=layout) // 32
     for group in range(first // 8, GROUPS):
         for panel in gl.static_range(PANELS):
