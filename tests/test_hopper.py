@@ -9,13 +9,13 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import triton
 
 from scoremod import Variant, attend_hopper, attend_triton, parse, variants
 from scoremod.backends import compile_hopper
@@ -372,7 +372,7 @@ def compiled(
 
 
 # Whether configurations were measured under this release of Triton.
-MEASURED = triton.__version__.startswith("3.6.")
+MEASURED = version("triton").startswith("3.6.")
 
 
 def taken(plans: list[HopperPlan], notes: tuple[str, ...]) -> HopperPlan:
