@@ -173,6 +173,13 @@ def run_of(t, runs):
 
 
 @gluon.jit
+def structure_row(b, h, start_n, kv_len, stride_b, stride_h, BLOCK_N: gl.constexpr):
+    """Which row of a structure a kv tile has, for one query head."""
+    rows = gl.cdiv(kv_len, BLOCK_N)
+    return ((b * stride_b + h * stride_h) * rows + start_n // BLOCK_N).to(gl.int64)
+
+
+@gluon.jit
 def kept(s, keep):
     """Scores with -inf where `keep` is False.
 
@@ -283,6 +290,47 @@ def hand_over(dq, step, dq_smem, full, empty):
     dq_smem.store(in_thread_order(dq))
     fence_async_shared()
     mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def wait_for_turn(place, turn):
+    """Wait until the number at `place`, which other programs raise, is `turn`."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred early; .reg .b32 found;
+        again: ld.acquire.gpu.global.b32 found, [$1];
+        setp.ne.b32 early, found, $2;
+        @early bra again;
+        fence.proxy.async.global;
+        mov.b32 $0, found;
+        }""",
+        "=r,l,r",
+        [gl.cast(place, gl.int64), turn],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def pass_turn_on(place, turn):
+    """Say that it is another one's turn once all that this warp adds to memory is there."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred one; .reg .b32 lane;
+        cp.async.bulk.wait_group 0;
+        bar.warp.sync 0xffffffff;
+        mov.b32 lane, %laneid;
+        setp.eq.b32 one, lane, 0;
+        @one st.release.gpu.global.b32 [$1], $2;
+        mov.b32 $0, lane;
+        }""",
+        "=r,l,r",
+        [gl.cast(place, gl.int64), turn],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @builtin
