@@ -283,6 +283,11 @@ class HopperBackwardPlan(TileReader):
 
     @property
     def q_segments(self) -> tuple[QSegment, ...]:
+        if self.by_place:
+            return tuple(
+                replace(segment, start=kind, end=f"{kind}_end", tile=_SAID)
+                for segment, kind in zip(_SEGMENTS, ("partial", "full"), strict=True)
+            )
         if self.stored:
             return tuple(replace(segment, tile=_SAID) for segment in _SEGMENTS)
         return _SEGMENTS

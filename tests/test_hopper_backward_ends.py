@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_cases import NOOP, on
 
-from scoremod import attend_triton, backward_hopper, backward_triton, variants
+from scoremod import attend_triton, backward_hopper, backward_triton, parse, variants
 from scoremod.backward_triton import Call, call_of
 from scoremod.gradients import Gradients, Result, Wanted
 from scoremod.inputs import check_inputs
@@ -52,10 +52,10 @@ def both(call: Call) -> tuple[Gradients, Gradients]:
 def test_what_it_does_not_take_the_portable_kernels_compute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    q = on("triton", torch.randn(1, 2, 40, 64).half())
+    q = on("triton", torch.randn(1, 2, 40, 64))
     asked = []
     monkeypatch.setattr(backward_hopper, "main", lambda call: asked.append(call))
-    mine, portable = both(recorded(q, deterministic=True))
+    mine, portable = both(recorded(q))
     assert not asked and torch.equal(mine.q, portable.q) and torch.equal(mine.k, portable.k)
 
 
@@ -96,6 +96,16 @@ def test_what_the_backward_needs_of_each_row(block_m: int) -> None:
     assert (lse[..., 150:] == float("inf")).all() and (delta[..., 150:] == 0).all()
 
 
+def test_turns_are_cleared_beside_the_sums() -> None:
+    call = made_up()
+    call = replace(call, inputs=replace(call.inputs, deterministic=True))
+    (turns,) = backward_hopper.turns_of(call, 64)
+    turns.fill_(7)
+    backward_hopper.look_at_rows(call, call.grad_out, 64, [turns])
+    # One of each q tile of six heads, and that of programs which have started.
+    assert turns.numel() == 3 * 6 + 1 and turns.abs().max() == 0
+
+
 @pytest.mark.parametrize(("block_m", "columns"), [(64, 64), (128, 128)])
 def test_dq_out_of_its_sums(block_m: int, columns: int) -> None:
     call = made_up()
@@ -109,3 +119,37 @@ def test_dq_out_of_its_sums(block_m: int, columns: int) -> None:
     found = backward_hopper.finished(call, sums, kernel)
     scale = call.inputs.scale
     torch.testing.assert_close(found, (dq[:, :, :150, :72] * scale).half())
+
+
+# -- turns, in Triton's interpreter ------------------------------------------------------------
+
+MASKS = {
+    # Kv tiles with more runs than a record has: their maps alone say what they see.
+    "scattered": "(i // 128) % 2 == (j // 128) % 2 and j <= i",
+    "window": "j <= i and i - j < 300",
+    "nothing": "i - j > 5000",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "block_m"), [("scattered", 64), ("window", 64), ("nothing", 64), ("window", 128)]
+)
+def test_ranks_count_the_later_kv_tiles_that_see_a_q_tile(name: str, block_m: int) -> None:
+    """2,300 queries: more tiles than a word of a map has."""
+    variant = parse(f"variant {name}() {{ mask {MASKS[name]} }}")
+    q = on("triton", torch.randn(1, 2, 2300, 64).half())
+    k = q[:, :, :1100]
+    inputs = check_inputs(q, k, k, scale=None, q_offset=0, kv_lens=None, precision="auto")
+    result = Result(q, on("triton", torch.zeros(1, 2, 2300)), q, None)
+    known = typed(variant._program, ())
+    call = call_of(known, replace(inputs, deterministic=True), (), result, ALL)
+    chosen, blocks = backward_hopper.options_of(call), (block_m, 128)
+    found = attend_triton.stored_structure(known, chosen, inputs, (), blocks, transposed=True)
+    q_tiles, kv_tiles = -(-2300 // block_m), -(-1100 // 128)
+    ranks = backward_hopper.ranks_of(call, found, q_tiles, kv_tiles)
+
+    mask = torch.zeros(q_tiles * block_m, kv_tiles * 128, dtype=torch.bool)
+    mask[:2300, :1100] = torch.as_tensor(variant.mask_dense(2300, 1100))
+    sees = mask.view(q_tiles, block_m, kv_tiles, 128).any(3).any(1).T.int()
+    assert torch.equal(ranks.cpu(), sees.flip(0).cumsum(0).flip(0).int() - sees)
+    assert bool(sees.any()) == (name != "nothing")

@@ -180,6 +180,39 @@ def structure_row(b, h, start_n, kv_len, stride_b, stride_h, BLOCK_N: gl.constex
 
 
 @gluon.jit
+def full_runs(runs):
+    """How many runs of full tiles a row has."""
+    found = 0
+    for k in gl.static_range(4):
+        found += (gl.load(runs + 4 + k) > (gl.load(runs + 3 + k) if k > 0 else 0)).to(gl.int32)
+    return found
+
+
+@gluon.jit
+def partial_before(tile, runs):
+    """How many partial tiles of a row come before a tile."""
+    found, before = 0, 0
+    for k in gl.static_range(4):
+        end = gl.load(runs + 4 + k)
+        first = gl.load(runs + k) + before
+        found += gl.minimum(gl.maximum(tile - first, 0), end - before)
+        before = end
+    return found
+
+
+@gluon.jit
+def stretch_ends(stretch, stretches, partial_count, full, runs):
+    """Where a stretch of a row ends, in partial and in full tiles.
+
+    A stretch is the partial tiles up to a run of full ones, and that run; the last has no run.
+    """
+    is_last = stretch == stretches - 1
+    first = full + gl.load(runs + 8 + stretch)
+    partial_end = gl.where(is_last, partial_count, partial_before(first, runs))
+    return partial_end, gl.where(is_last, full, gl.load(runs + 12 + stretch))
+
+
+@gluon.jit
 def kept(s, keep):
     """Scores with -inf where `keep` is False.
 

@@ -352,14 +352,6 @@ def next_word(word, bits, words, more):
     )
 
 
-@triton.jit
-def next_tile(word, bits, words, more):
-    """The next tile of a compressed map, and how that goes on."""
-    tile = word * 32 + lowest_bit(bits)
-    word, bits, words = next_word(word, bits & (bits - 1), words, more)
-    return tile, word, bits, words
-
-
 # -- tile structure ----------------------------------------------------------------------------
 
 
