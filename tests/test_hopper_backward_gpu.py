@@ -26,6 +26,8 @@ CAPPED_DOCUMENTS = variants.softcap & DOCUMENTS
 # Kv tiles with more runs of q tiles than a record holds, which have a map.
 SCATTERED = parse("variant scattered() { mask (i // 128) % 2 == (j // 128) % 2 }")
 DILATED = parse("variant dilated() { mask j <= i and (i - j) % 7 == 0 }")
+# Two runs of full tiles of a kv tile, and partial ones before, between and behind them.
+BANDS = parse("variant bands() { score s + 0.001 * (i - j) mask j <= i and (i - j) % 1200 < 600 }")
 TWO_RANGES = parse("variant two() { mask i < 4 or j == i or i - j > 200 }")
 
 Tables = Callable[[], dict[str, Any]]
@@ -277,6 +279,9 @@ REPEATED = {
     ),
     "scattered tiles": Case(SCATTERED, 2500, 2500, 128, kv_heads=2),
     "several ranges": Case(TWO_RANGES, 2000, 2000, 64),
+    "bands": Case(BANDS, 2500, 2500, 128, kv_heads=2),
+    "bands, narrow": Case(BANDS, 2500, 2500, 64),
+    "slopes": Case(ALIBI, 2500, 2500, 128, tables=lambda: {"slopes": torch.rand(4).cuda()}),
     "rows and keys without pairs": Case(GAPS, 2000, 2000, 128),
     "blocks": Case(variants.causal, 2000, 2000, 128, call={"blocks": (16, 16, 4)}),
     "keys that end": Case(NOOP, 2000, 2500, 128, kv_heads=2, call={"ends": (70, 2301)}),
