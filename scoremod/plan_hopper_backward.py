@@ -285,7 +285,7 @@ class HopperBackwardPlan(TileReader):
     def q_segments(self) -> tuple[QSegment, ...]:
         if self.by_place:
             return tuple(
-                replace(segment, start=kind, end=f"{kind}_end", tile=_SAID)
+                replace(segment, start="0", end=kind, tile=_SAID)
                 for segment, kind in zip(_SEGMENTS, ("partial", "full"), strict=True)
             )
         if self.stored:

@@ -189,27 +189,24 @@ def full_runs(runs):
 
 
 @gluon.jit
-def partial_before(tile, runs):
-    """How many partial tiles of a row come before a tile."""
-    found, before = 0, 0
-    for k in gl.static_range(4):
-        end = gl.load(runs + 4 + k)
-        first = gl.load(runs + k) + before
-        found += gl.minimum(gl.maximum(tile - first, 0), end - before)
-        before = end
-    return found
-
-
-@gluon.jit
-def stretch_ends(stretch, stretches, partial_count, full, runs):
-    """Where a stretch of a row ends, in partial and in full tiles.
+def stretch_tiles(stretch, stretches, runs):
+    """How many partial and how many full tiles a stretch of a row has.
 
     A stretch is the partial tiles up to a run of full ones, and that run; the last has no run.
+    From the record alone: numbers that a loop over stretches carried became 0 in Triton 3.6.
     """
     is_last = stretch == stretches - 1
-    first = full + gl.load(runs + 8 + stretch)
-    partial_end = gl.where(is_last, partial_count, partial_before(first, runs))
-    return partial_end, gl.where(is_last, full, gl.load(runs + 12 + stretch))
+    before = gl.where(stretch > 0, gl.load(runs + 11 + stretch), 0)  # full tiles
+    first = gl.where(stretch > 0, before + gl.load(runs + 7 + stretch), 0)
+    end = gl.where(is_last, 2147483647, before + gl.load(runs + 8 + stretch))
+    partial, start = 0, 0
+    for k in gl.static_range(4):
+        shift, stop = gl.load(runs + k), gl.load(runs + 4 + k)
+        inside = gl.minimum(stop + shift, end) - gl.maximum(start + shift, first)
+        # The shift of a run that is not there may be anything.
+        partial += gl.minimum(gl.maximum(inside, 0), stop - start)
+        start = stop
+    return partial, gl.where(is_last, 0, gl.load(runs + 12 + stretch) - before)
 
 
 @gluon.jit
