@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +12,13 @@ import pytest
 import torch
 from attention_cases import NOOP, on
 
-from scoremod import attend_triton, backward_hopper, backward_triton, parse, variants
+from scoremod import attend_triton, backward_hopper, backward_triton, parse, ready, variants
 from scoremod.backward_triton import Call, call_of
 from scoremod.gradients import Gradients, Result, Wanted
 from scoremod.inputs import check_inputs
 from scoremod.plan import typed
+from scoremod.ready import Interpreted
+from scoremod.resources import read_text
 
 ALL = Wanted(True, True, True)
 
@@ -153,3 +157,77 @@ def test_ranks_count_the_later_kv_tiles_that_see_a_q_tile(name: str, block_m: in
     sees = mask.view(q_tiles, block_m, kv_tiles, 128).any(3).any(1).T.int()
     assert torch.equal(ranks.cpu(), sees.flip(0).cumsum(0).flip(0).int() - sees)
     assert bool(sees.any()) == (name != "nothing")
+
+
+# -- stretches, in Triton's interpreter --------------------------------------------------------
+
+STRETCHES = """
+import triton
+import triton.language as tl
+
+{steps}
+
+@triton.jit
+def stretches(runs, found):
+    count = full_runs(runs + 8) + 1
+    tl.store(found, count)
+    for stretch in range(count):
+        partial, full = stretch_tiles(stretch, count, tl.load(runs + 7) + tl.load(runs + 15), runs)
+        tl.store(found + 1 + 2 * stretch, partial)
+        tl.store(found + 2 + 2 * stretch, full)
+"""
+
+
+def stretches_of(runs: torch.Tensor) -> str:
+    """The kinds of tiles that the main kernel's loops visit, as p and f."""
+    text = read_text("templates/hopper/tile.py")
+    steps = {f.name: f for f in ast.parse(text).body if isinstance(f, ast.FunctionDef)}
+    wanted = [ast.unparse(steps[name]) for name in ("full_runs", "stretch_tiles")]
+    made = "\n\n\n".join(wanted).replace("gluon.jit", "triton.jit").replace("gl.", "tl.")
+    found = torch.zeros(11, dtype=torch.int32)
+    kernel = ready._interpreted(Interpreted(STRETCHES.format(steps=made), "stretches", {}))
+    kernel.run(1, [runs, found])
+    count, *numbers = found.tolist()
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    return "".join("p" * p + "f" * f for p, f in list(pairs)[:count])
+
+
+def record(kinds: str) -> torch.Tensor:
+    """A structure's record of tiles p, f or none; shifts of runs that are not there are wild."""
+    runs = torch.randint(-(2**31), 2**31, (32,), dtype=torch.int64).to(torch.int32)
+    if max(len(re.findall(f"{kind}+", kinds)) for kind in "pf") > 4:
+        runs[4:8], runs[12:16] = len(kinds.replace(".", "")), 0
+        return runs
+    for place, kind in ((0, "p"), (8, "f")):
+        tiles = 0
+        for k, run in enumerate(re.finditer(f"{kind}+", kinds)):
+            runs[place + k] = run.start() - tiles
+            tiles += len(run[0])
+            runs[place + 4 + k] = tiles
+        runs[place + 4 + len(re.findall(f"{kind}+", kinds)) : place + 8] = tiles
+    return runs
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        "pp",
+        "ppffff",
+        "..ffpp",
+        "f",
+        "....",
+        "pfpfpfpf",
+        "fpfpfpf.p",
+        "p..p.ff..fp..p",
+        "ff.f..f.fpp",
+    ],
+)
+def test_stretches_have_the_kinds_of_tiles_in_their_order(kinds: str) -> None:
+    torch.manual_seed(0)
+    for _ in range(3):
+        assert stretches_of(record(kinds)) == kinds.replace(".", "")
+
+
+def test_tiles_that_a_map_has_are_partial() -> None:
+    torch.manual_seed(0)
+    assert stretches_of(record("f.f.f.f.ff")) == "pppppp"

@@ -189,10 +189,11 @@ def full_runs(runs):
 
 
 @gluon.jit
-def stretch_tiles(stretch, stretches, runs):
+def stretch_tiles(stretch, stretches, count, runs):
     """How many partial and how many full tiles a stretch of a row has.
 
-    A stretch is the partial tiles up to a run of full ones, and that run; the last has no run.
+    A stretch is the partial tiles up to a run of full ones, and that run; the last has no run. All
+    `count` tiles count as partial where no run is full, and where a map has them.
     From the record alone: numbers that a loop over stretches carried became 0 in Triton 3.6.
     """
     is_last = stretch == stretches - 1
@@ -206,6 +207,7 @@ def stretch_tiles(stretch, stretches, runs):
         # The shift of a run that is not there may be anything.
         partial += gl.minimum(gl.maximum(inside, 0), stop - start)
         start = stop
+    partial = gl.where(stretches > 1, partial, count)
     return partial, gl.where(is_last, 0, gl.load(runs + 12 + stretch) - before)
 
 
