@@ -37,13 +37,19 @@ PEERS = (FLEX, CUDNN, PORTABLE, FA4)
 Call = Callable[[], Any]
 
 
-def kernels(case: Case, do: torch.Tensor, backward: Callable[..., Gradients]) -> Call:
+def kernels(
+    case: Case,
+    do: torch.Tensor,
+    backward: Callable[..., Gradients],
+    *,
+    deterministic: bool = False,
+) -> Call:
     """A backward of ours alone, from one forward of the Hopper backend."""
     inputs = check_inputs(
         case.q, case.k, case.v, scale=None, q_offset=0, kv_lens=None, precision="auto"
     )
     # Made before, as FlexAttention's block mask is.
-    inputs = replace(inputs, tiles=case.tiles)
+    inputs = replace(inputs, tiles=case.tiles, deterministic=deterministic)
     with torch.no_grad():
         out, lse, _ = attend_hopper.attend(case.program, inputs, case.bound)
     result, wanted = Result(out, lse, do, None), Wanted(True, True, True)

@@ -121,9 +121,8 @@ class Variant:
         Returns out [B, Hq, Lq, Dv], or (out, lse) with lse [B, Hq, Lq] in natural log. `i` runs
         from `q_offset` (int, or int tensor [B]); keys from `kv_lens` [B] on are not read. `tiles`
         is what `prepare` gives, or a list of blocks that may be visited. `deterministic` asks for
-        gradients of the same bits in each run, by default as torch's own switch does: the portable
-        kernels then compute them on Hopper GPUs, too, and a captured tensor that is read at
-        scattered places raises.
+        gradients of the same bits in each run, by default as torch's own switch does: Hopper's dq
+        is then added up in an order, and a captured tensor that is read at scattered places raises.
         """
         if torch.compiler.is_compiling() or (backend != "eager" and library.is_watched(q)):
             if tiles is not None:

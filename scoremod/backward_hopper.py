@@ -23,6 +23,7 @@ from .backends.compile_triton import Kernel, compile_kernel
 from .backends.hopper import HOPPER, WITHOUT_PRODUCTS
 from .backward_triton import Call, call_of, collected, nothing, over_batch, row_values, sum_others
 from .binding import ELEMENT_OF, Bound
+from .blocks import Blocks
 from .bundle import loaded
 from .cache import CACHE, fingerprint, key
 from .errors import BackendUnavailable, KernelMissing
@@ -33,16 +34,19 @@ from .passes.patterns import Pattern, Read
 from .plan import Typed
 from .plan_hopper import padded
 from .plan_hopper_backward import (
+    BLOCK_N,
     CONFIGS,
     FINISH,
     HALF,
     MAIN,
+    RANKS,
     ROWS,
     HopperBackwardPlan,
     SmallPlan,
     configs_of,
     finish_plan,
     hopper_backward_plan,
+    ranks_plan,
     rows_plan,
     width_of,
 )
@@ -50,6 +54,7 @@ from .plan_triton import Options, wide_scalars
 from .plan_triton_backward import learnable, reads_of
 from .ready import Interpreted, Ready, ready
 from .render import render
+from .structure import Sizes, Stored, differing
 from .target import INTERPRETER, Target
 
 Tensor = torch.Tensor
@@ -85,10 +90,10 @@ def unfit(program: Typed, inputs: Inputs) -> str:
     reason = unfit_shape(ELEMENT_OF[q.dtype], q.shape[3], v.shape[3])
     if reason:
         return reason
-    if inputs.must_repeat:
-        return "deterministic: dq is added up in the order in which programs come"
     if reason := unfit_blocks(inputs.tiles):
         return reason
+    if inputs.must_repeat and (needed := ranks_bytes(program, inputs)) > MOST_RANKS:
+        return f"deterministic: the order in which tiles add to dq takes {needed / 2**20:.0f} MB"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not copyable(x):
             return f"TMA cannot copy {name}: its strides are {x.stride()}"
@@ -105,6 +110,22 @@ def unfit_shape(element: str, head_dim: int, v_head_dim: int) -> str:
     if max(padded(head_dim), padded(v_head_dim)) not in CONFIGS:
         return f"dk and dv of {dims} take more registers than there are"
     return ""
+
+
+# Bytes that `attention_bwd_ranks` may write: at 131,072 tokens it takes 8 MB for each mask.
+MOST_RANKS = 2**28
+
+
+def ranks_bytes(program: Typed, inputs: Inputs) -> int:
+    """What it takes to say in which order kv tiles add to dq."""
+    if not program.has_mask and inputs.tiles is None:
+        return 0
+    by_sequence = inputs.kv_lens is not None or isinstance(inputs.q_offset, Tensor)
+    user = inputs.tiles if isinstance(inputs.tiles, Blocks) else None
+    sizes = Sizes.of(inputs)
+    batches, heads = differing(program, sizes, user, by_sequence=by_sequence)
+    block_m = CONFIGS[max(map(padded, (inputs.q.shape[3], inputs.v.shape[3])))][0].block_m
+    return 4 * batches * heads * -(-sizes.q_len // block_m) * -(-sizes.kv_len // BLOCK_N)
 
 
 def unlearned(reads: Sequence[Read]) -> str:
@@ -132,8 +153,7 @@ _REFUSED: dict[tuple[object, ...], str] = {}
 
 def refusal(call: Call) -> str:
     """Why a call that fits has no kernel, which is compiled to know it; "" if it has one."""
-    program, chosen = call.program, of_options(call.program, call.options)
-    what = (program.bundle, program.canonical, chosen, call.device)
+    what = (call.program.bundle, call.program.canonical, options_of(call), call.device)
     if what not in _REFUSED:
         _REFUSED[what] = _why_none(lambda: main(call))
     return _REFUSED[what]
@@ -164,8 +184,9 @@ def _refusal_key(program: Typed, chosen: Options, target: Target) -> str:
 def of_options(program: Typed, chosen: Options) -> Options:
     """Options of a portable kernel without what makes no difference here.
 
-    Several ranges of queries are not solved in the kernel, but read as any other structure. Only
-    captures are passed in types that depend on what is small, or on how far offsets reach.
+    Several ranges of queries are not solved in the kernel, but read as any other structure; so are
+    those of all masks where kv tiles add to dq in an order, which then comes from what they visit.
+    Only captures are passed in types that depend on what is small, or on how far offsets reach.
     """
     tables = any(p.kind is Kind.TENSOR for p in program.params)
     return replace(
@@ -176,14 +197,22 @@ def of_options(program: Typed, chosen: Options) -> Options:
         short=False,
         positive_scale=True,
         even=False,
-        stored=chosen.blocks or not program.one_query_range,
+        stored=chosen.blocks
+        or not program.one_query_range
+        or (chosen.deterministic and program.has_mask),
         coarse=False,
     )
 
 
+def options_of(call: Call) -> Options:
+    """What the main kernel is specialised for."""
+    chosen = replace(call.options, deterministic=call.inputs.must_repeat)
+    return of_options(call.program, chosen)
+
+
 def main(call: Call) -> Ready:
     """The kernel of dq, dk and dv."""
-    program, chosen = call.program, of_options(call.program, call.options)
+    program, chosen = call.program, options_of(call)
 
     def build(target: Target) -> Kernel:
         return compile_unless_refused(program, chosen, target)
@@ -265,7 +294,8 @@ def sources(program: Typed, chosen: Options, target: Target) -> list[str]:
 
 def rows_kernel(call: Call, block_m: int) -> Ready:
     """The kernel that looks at each row first."""
-    chosen, given = small_options(call.options), call.result.given
+    chosen = small_options(call.options)
+    given = call.result.given | {"ordered": call.inputs.must_repeat}
     return _small(
         call,
         rows_key(chosen, block_m, **given),
@@ -284,15 +314,26 @@ def finish_kernel(call: Call, block_m: int, dq_columns: int) -> Ready:
 
 
 def rows_key(
-    chosen: Options, block_m: int, *, has_grad_lse: bool, has_residual: bool = False
+    chosen: Options,
+    block_m: int,
+    *,
+    has_grad_lse: bool,
+    has_residual: bool = False,
+    ordered: bool = False,
 ) -> tuple[object, ...]:
     """What decides the kernel that looks at each row."""
-    return (ROWS, chosen, block_m, has_grad_lse, has_residual)
+    return (ROWS, chosen, block_m, has_grad_lse, has_residual, ordered)
 
 
 def finish_key(chosen: Options, block_m: int, dq_columns: int) -> tuple[object, ...]:
     """What decides the kernel that makes dq of its sums."""
     return (FINISH, chosen, block_m, dq_columns)
+
+
+def ranks_kernel(call: Call) -> Ready:
+    """The kernel that says in which order kv tiles add to dq."""
+    chosen = small_options(call.options)
+    return _small(call, (RANKS, chosen), lambda target: ranks_plan(chosen, target))
 
 
 def small_options(chosen: Options) -> Options:
@@ -344,22 +385,43 @@ def tensor_gradients(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv."""
     kernel, q, k, v = main(call), call.inputs.q, call.inputs.k, call.inputs.v
     batch, kv_heads, kv_len, _ = k.expand(q.shape[0], -1, -1, -1).shape
-    do = as_copyable(call.grad_out)
-    rows, sums = look_at_rows(call, do, kernel.block_m)
+    do, turns = as_copyable(call.grad_out), turns_of(call, kernel.block_m)
+    rows, sums = look_at_rows(call, do, kernel.block_m, turns)
     dk, dv = (empty_like_q(x.expand(batch, -1, -1, -1), x.shape[3]) for x in (k, v))
     programs = -(-kv_len // kernel.block_n) * batch * kv_heads
     values = arguments(call, do, (dk, dv), (rows, sums))
-    kernel.run(programs, values + structure_of(call, (kernel.block_m, kernel.block_n)))
+    values += structure_of(call, (kernel.block_m, kernel.block_n), turns)
+    kernel.run(programs, values)
     return finished(call, sums, kernel), over_batch(dk, k), over_batch(dv, v)
 
 
-def structure_of(call: Call, blocks: tuple[int, int]) -> list[Any]:
-    """Which q tiles each kv tile visits, where the kernel reads it from memory."""
-    chosen = of_options(call.program, call.options)
+def structure_of(call: Call, blocks: tuple[int, int], turns: Sequence[Tensor]) -> list[Any]:
+    """Which q tiles each kv tile visits and when, where the kernel reads it from memory."""
+    chosen = options_of(call)
     if not chosen.stored:
-        return []
+        return [*turns]
     found = stored_structure(call.program, chosen, call.inputs, call.bound, blocks, transposed=True)
-    return found.arguments
+    if not chosen.deterministic:
+        return found.arguments
+    q_len, kv_len = call.inputs.q.shape[2], call.inputs.k.shape[2]
+    ranks = ranks_of(call, found, -(-q_len // blocks[0]), -(-kv_len // blocks[1]))
+    return [*found.arguments, *turns, ranks]
+
+
+def ranks_of(call: Call, found: Stored, q_tiles: int, kv_tiles: int) -> Tensor:
+    """How many kv tiles add to a q tile before one does, int32 [structures * kv tiles, q tiles]."""
+    rows = found.runs.shape[0]
+    ranks = found.runs.new_empty(rows, q_tiles)
+    programs = rows // kv_tiles * -(-q_tiles // 32)
+    ranks_kernel(call).run(programs, [found.runs, found.words, ranks, q_tiles, kv_tiles])
+    return ranks
+
+
+def turns_of(call: Call, block_m: int) -> list[Tensor]:
+    """Room for whose turn it is at each q tile, and for how many programs have started."""
+    if not call.inputs.must_repeat:
+        return []
+    return [torch.empty(q_tiles_of(call, block_m) + 1, dtype=torch.int32, device=call.device)]
 
 
 def as_copyable(x: Tensor) -> Tensor:
@@ -373,8 +435,13 @@ def q_tiles_of(call: Call, block_m: int) -> int:
     return -(-q_len // block_m) * batch * q_heads
 
 
-def look_at_rows(call: Call, do: Tensor, block_m: int) -> tuple[Tensor, Tensor]:
-    """Row values, float32 [q tiles of all heads * 2 * block_m], and cleared sums of dq [., 256]."""
+def look_at_rows(
+    call: Call, do: Tensor, block_m: int, turns: Sequence[Tensor] = ()
+) -> tuple[Tensor, Tensor]:
+    """Row values, float32 [q tiles of all heads * 2 * block_m], and cleared sums of dq [., 256].
+
+    `turns` are cleared, too.
+    """
     result, tiles = call.result, q_tiles_of(call, block_m)
     floats: dict[str, Any] = {"dtype": torch.float32, "device": call.device}
     rows = torch.empty(tiles * 2 * block_m, **floats)
@@ -384,7 +451,8 @@ def look_at_rows(call: Call, do: Tensor, block_m: int) -> tuple[Tensor, Tensor]:
     values: list[Any] = [o, do, lse, grad_lse, rows, sums]
     values += [*o.stride()[:3], *do.stride()[:3], *grad_lse.stride()]
     _, q_heads, q_len, _ = call.inputs.q.shape
-    rows_kernel(call, block_m).run(tiles, [*values, q_len, q_heads, *result.residuals])
+    values += [q_len, q_heads, *result.residuals, *turns]
+    rows_kernel(call, block_m).run(tiles, values)
     return rows, sums
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from . import attend_cpu, attend_hopper, attend_triton, backward_hopper
 from .analysis.reasons import explain_atoms
 from .binding import Bound
@@ -59,7 +61,9 @@ def explain_call(
         )
         lines += _hopper_backward(
             program,
-            attend_triton.options(program, inputs, bound),
+            replace(
+                attend_triton.options(program, inputs, bound), deterministic=inputs.must_repeat
+            ),
             device(inputs.q.device.index),
             backward_hopper.unfit(program, inputs),
         )
@@ -115,6 +119,8 @@ def _hopper_backward(program: Typed, chosen: Options, target: Target, unfit: str
     plans = backward_hopper.plans(program, chosen, target)
     plan = plans[len(kernel.notes) - 1 if kernel is not None else 0]
     lines = [f"  backward dq, dk and dv in one kernel: {plan.config}"]
+    if chosen.deterministic:
+        lines.append("  dq       the same bits in each run: kv tiles add to it in turns")
     learned = backward_hopper.unlearned(backward_hopper.possible_reads(program, chosen))
     if learned:
         lines.append(f"  backward portable with learned captures: {learned}")

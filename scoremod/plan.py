@@ -81,6 +81,11 @@ class Typed:
         """The simplified mask."""
         return simplify(self.given_mask)
 
+    @property
+    def has_mask(self) -> bool:
+        """Whether some pair may not attend; of the mask as given, as what follows."""
+        return self.given_mask != TRUE
+
     @functools.cached_property
     def half_lines(self) -> bool:
         """Whether ranges of keys alone say which pairs attend.

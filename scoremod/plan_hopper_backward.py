@@ -17,7 +17,9 @@ from .plan_hopper import LineTerm, TensorMap, TileReader, padded, read_ahead
 from .plan_triton import (
     ELEMENT_BYTES,
     HEADS_TOGETHER_STORED,
+    MAP_PLACE,
     POINTER_TYPE,
+    RECORD,
     Argument,
     Options,
     residual_words,
@@ -29,6 +31,7 @@ from .plan_triton_backward import Slope, is_tame, query_range, score_function, s
 from .target import Target
 
 ROWS, MAIN, FINISH = "attention_bwd_rows", "attention_bwd", "attention_bwd_finish"
+RANKS = "attention_bwd_ranks"
 CONSUMERS = 2
 BLOCK_N = 128  # keys of both consumers
 # Queries whose scores are in registers at a time: more do not fit beside dk and dv.
@@ -166,6 +169,39 @@ class HopperBackwardPlan(TileReader):
         return not self.stored
 
     @property
+    def ordered(self) -> bool:
+        """Whether a q tile's parts of dq are added in an order that is always the same."""
+        return self.options.deterministic
+
+    @property
+    def by_place(self) -> bool:
+        """Whether a program visits the tiles of a structure in their order along the queries.
+
+        Then programs that began one after another meet at no tile, whatever the mask.
+        """
+        return self.stored and self.ordered
+
+    @property
+    def by_kind(self) -> bool:
+        """Whether it visits partial ones first."""
+        return self.stored and not self.ordered
+
+    @property
+    def by_number(self) -> bool:
+        """Whether a kv tile's rank among the visitors of a q tile is its number from the end."""
+        return self.solved and self.ordered
+
+    @property
+    def turn(self) -> str:
+        """How many full tiles into them a program begins."""
+        return "0" if self.ordered else "start_n // BLOCK_M % gl.maximum(full_end - full_first, 1)"
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """What `add_up` needs to know when it is its turn."""
+        return tuple(a.name for a in order_places(self.options))
+
+    @property
     def structure(self) -> tuple[Argument, ...]:
         """Where the rows of a stored structure are."""
         return structure_places() if self.stored else ()
@@ -248,13 +284,20 @@ class HopperBackwardPlan(TileReader):
 
     @property
     def q_segments(self) -> tuple[QSegment, ...]:
+        if self.by_place:
+            return tuple(
+                replace(segment, start="0", end=kind, tile=_SAID)
+                for segment, kind in zip(_SEGMENTS, ("partial", "full"), strict=True)
+            )
         if self.stored:
             return tuple(replace(segment, tile=_SAID) for segment in _SEGMENTS)
         return _SEGMENTS
 
     @property
     def heads_together(self) -> int:
-        return HEADS_TOGETHER_STORED if self.stored else HEADS_TOGETHER
+        # In turns, tiles of one head wait for each other: few heads keep many of its tiles at work.
+        by_length = self.stored and not self.ordered
+        return HEADS_TOGETHER_STORED if by_length else HEADS_TOGETHER
 
     @property
     def consumers(self) -> range:
@@ -320,11 +363,20 @@ def hopper_backward_plan(
             Argument("sm_scale", "*fp32" if options.scale_in_memory else "fp32"),
             *shared_arguments(program.params, options),
             *(structure_places() if options.stored else ()),
+            *order_places(options),
         ),
         config=config,
         block_d=width_of(options),
         block_dv=width_of(options),
     )
+
+
+def order_places(options: Options) -> tuple[Argument, ...]:
+    """Numbers by q tile: of the kv tile whose turn it is, and by kv tile what its turn is."""
+    if not options.deterministic:
+        return ()
+    names = ("turns", "ranks") if options.stored else ("turns",)
+    return tuple(Argument(name, "*i32") for name in names)
 
 
 def width_of(options: Options) -> int:
@@ -352,7 +404,17 @@ class SmallPlan:
     constants: dict[str, int]
     has_grad_lse: bool = False
     has_residual: bool = False
+    ordered: bool = False  # numbers for `order_places` are cleared, too
     functions: tuple[DeviceFunction, ...] = ()
+
+    @property
+    def record(self) -> int:
+        """Int32 of one row of a stored structure; next, where that says how long its map is."""
+        return RECORD
+
+    @property
+    def map_place(self) -> int:
+        return MAP_PLACE
 
     @property
     def residual_words(self) -> int:
@@ -366,6 +428,7 @@ def rows_plan(
     *,
     has_grad_lse: bool,
     has_residual: bool = False,
+    ordered: bool = False,
 ) -> SmallPlan:
     """Decide the kernel that looks at each row first."""
     tensor, offset = POINTER_TYPE[options.dtype], "i64" if options.wide_offsets else "i32"
@@ -374,6 +437,7 @@ def rows_plan(
     found += strides(("o", "do", "grad_lse"), offset)
     found += [Argument("q_len", "i32"), Argument("q_heads", "i32")]
     found += [Argument("residual", "*i32")] if has_residual else []
+    found += [Argument("turns", "*i32")] if ordered else []
     return SmallPlan(
         ROWS,
         f"What the backward needs of each row: Triton, {target}",
@@ -388,6 +452,7 @@ def rows_plan(
         },
         has_grad_lse,
         has_residual,
+        ordered,
     )
 
 
@@ -408,4 +473,18 @@ def finish_plan(options: Options, target: Target, block_m: int, dq_columns: int)
             "BLOCK_M": block_m,
             "DQ_COLUMNS": dq_columns,
         },
+    )
+
+
+def ranks_plan(options: Options, target: Target) -> SmallPlan:
+    """Decide the kernel that gives each kv tile its turn at a q tile."""
+    found = [Argument(name, "*i32") for name in ("tile_runs", "tile_words", "ranks")]
+    found += [Argument(name, "i32") for name in ("q_tiles", "kv_tiles")]
+    return SmallPlan(
+        RANKS,
+        f"In which order kv tiles add to dq: Triton, {target}",
+        target,
+        options,
+        tuple(found),
+        {"ROWS": 64, "ENTRIES": 32},
     )

@@ -19,6 +19,7 @@ from .passes.simplify import simplify
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
 from .plan_triton import (
     KIND_PLACE,
+    MAP_PLACE,
     RECORD,
     SCATTERED_PLACE,
     STORED_RUNS,
@@ -160,6 +161,11 @@ class StructurePlan:
     @property
     def scattered_place(self) -> int:
         return SCATTERED_PLACE
+
+    @property
+    def map_place(self) -> int:
+        """Where the record has how many words of tiles its map has."""
+        return MAP_PLACE
 
     @property
     def transposed_offsets(self) -> bool:

@@ -47,6 +47,7 @@ class Options:
     blocks: bool = False  # the user gives blocks that may be visited, too
     coarse: bool = False  # so many pairs that a structure of small tiles would take much memory
     keeps_residual: bool = False  # what rounding o to 16 bits takes away is written, too
+    deterministic: bool = False  # dq is added up in a fixed order (`plan_hopper_backward.py`)
 
 
 @dataclass(frozen=True)
@@ -151,9 +152,11 @@ class Stretch:
 # Runs of each kind that a stored structure has room for: four lost 1 % of tiles over the catalogue.
 STORED_RUNS = 4
 # A row of tiles in a stored structure, in int32: shifts and counts of partial and of full runs,
-# then whether there are more runs than that; the partial count is that of all tiles then.
+# then whether there are more runs than that, and how many words the map has; the partial count is
+# that of all tiles where there are more.
 KIND_PLACE = {"partial": 0, "full": 2 * STORED_RUNS}
 SCATTERED_PLACE = 4 * STORED_RUNS
+MAP_PLACE = SCATTERED_PLACE + 1
 RECORD = 32  # 128 bytes, a cache line
 
 

@@ -109,22 +109,32 @@ def structure(
 
     `blocks` is (BLOCK_M, BLOCK_N) of the kernel that will read it.
     """
-    names = program.given_mask.names
-    per_batch = "b" in names or chosen.has_kv_lens or chosen.offset_per_batch
-    per_batch = per_batch or (user is not None and user.batch > 1)
-    per_head = bool(names & {"h", "hk"}) or (user is not None and user.heads > 1)
-    structures_h = sizes.q_heads if per_head else 1
+    by_sequence = chosen.has_kv_lens or chosen.offset_per_batch
+    structures_b, structures_h = differing(program, sizes, user, by_sequence=by_sequence)
     q_tiles, kv_tiles = -(-sizes.q_len // blocks[0]), -(-sizes.kv_len // blocks[1])
     kernel = structure_kernel(program, chosen, blocks, device, transposed=transposed)
     return Structure(
         kernel,
         kernel.constants["SUMMARIES"],
-        (sizes.batch if per_batch else 1) * structures_h,
+        structures_b * structures_h,
         *((kv_tiles, q_tiles) if transposed else (q_tiles, kv_tiles)),
         (sizes.q_len, sizes.kv_len, sizes.gqa_group, structures_h),
-        structures_h if per_batch else 0,
-        1 if per_head else 0,
+        structures_h if structures_b > 1 else 0,
+        1 if structures_h > 1 else 0,
     )
+
+
+def differing(
+    program: Typed, sizes: Sizes, user: Blocks | None, *, by_sequence: bool
+) -> tuple[int, int]:
+    """Of how many batches and query heads the masks can differ.
+
+    `by_sequence` where lengths or offsets are given per batch.
+    """
+    names = program.given_mask.names
+    per_batch = by_sequence or "b" in names or (user is not None and user.batch > 1)
+    per_head = bool(names & {"h", "hk"}) or (user is not None and user.heads > 1)
+    return sizes.batch if per_batch else 1, sizes.q_heads if per_head else 1
 
 
 # -- the kernel --------------------------------------------------------------------------------

@@ -70,6 +70,12 @@ CASES = {
     "softcap on hopper": Case(
         v.softcap.bind(cap=20.0) & v.causal, (1, 1, 1, 200, 72, 64, 128), backend="hopper"
     ),
+    "turns on hopper": Case(
+        v.causal,
+        (1, 2, 1, 300, 400, 64, 64),
+        backend="hopper",
+        options=lambda: {"deterministic": True},
+    ),
     "documents and kv_lens on hopper": Case(
         v.document & v.causal,
         (2, 2, 1, 150, 210, 64, 64),

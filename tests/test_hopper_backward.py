@@ -64,6 +64,7 @@ def options(
 
 def plans(variant: Variant, head_dim: int = 128, **changes: Any) -> list[HopperBackwardPlan]:
     chosen = replace(options(head_dim, variant=variant), **changes)
+    chosen = backward_hopper.of_options(program(variant), chosen)
     return backward_hopper.plans(program(variant), chosen, H200)
 
 
@@ -101,12 +102,20 @@ TAKEN: dict[str, dict[str, Any]] = {
     "documents": {"variant": variants.document},
     "two ranges": {"variant": parse("variant v() { mask i < 4 or j == i }")},
     "blocks of whole tiles": {"tiles": Blocks(torch.ones(1, 1, 1, 1).bool(), 128, 256)},
+    "the same bits": {"deterministic": True, "variant": variants.document},
 }
 NOT_TAKEN: dict[str, tuple[dict[str, Any], str]] = {
     "float32": ({"q": empty(2, 4, 128, 64, dtype=torch.float32)}, "16-bit floats, not of f32"),
     "odd head dims": ({"q": empty(2, 4, 128, 100)}, "head dims 100 and 100 are not multiples"),
     "large head dims": ({"q": empty(2, 4, 128, 192)}, "192 and 192 take more registers than"),
-    "the same bits": ({"deterministic": True}, "deterministic: dq is added up in the order"),
+    "the same bits of very many tiles": (
+        {
+            "q": empty(1, 2, 2**20, 64),
+            "variant": parse("variant v(t: i32[H]) { mask j <= i + t[h] }"),
+            "deterministic": True,
+        },
+        "deterministic: the order in which tiles add to dq takes 512 MB",
+    ),
     "small blocks": (
         {"tiles": Blocks(torch.ones(1, 1, 2, 2).bool(), 64, 64)},
         "blocks of 64 x 64 do not hold whole tiles",
@@ -128,11 +137,22 @@ def test_calls_that_are_not_taken_say_why(name: str) -> None:
 
 
 def test_deterministic_follows_torch_unless_told() -> None:
+    def chosen(**call: Any) -> Options:
+        inputs = inputs_of(**call)
+        result = Result(inputs.q, torch.empty(2, 4, 128), inputs.q, None)
+        wanted = Wanted(True, True, True)
+        return backward_hopper.options_of(
+            call_of(program(variants.causal), inputs, (), result, wanted)
+        )
+
     torch.use_deterministic_algorithms(True)
     try:
-        assert reason().startswith("deterministic") and reason(deterministic=False) == ""
+        assert chosen().deterministic and chosen().stored
+        assert not chosen(deterministic=False).deterministic
     finally:
         torch.use_deterministic_algorithms(False)
+    assert not chosen().deterministic and not chosen().stored
+    assert chosen(deterministic=True) != chosen()
 
 
 @pytest.mark.parametrize(
@@ -286,6 +306,23 @@ def test_a_structure_is_read_where_queries_are_not_one_range() -> None:
     assert "q_tiles(" not in text and "stored_tiles(" in text
 
 
+def test_kv_tiles_take_turns_where_the_same_bits_are_asked_for() -> None:
+    for variant in (NOOP, variants.causal, DOCUMENTS):
+        text = backward_hopper.source(plans(variant, 64, deterministic=True)[0])
+        # Programs are numbered as they start, and begin with the last kv tile.
+        assert "program = gl.atomic_add(turns" in text and "- 1 - kv_tile" in text
+        adding = text[text.index("def add_up(") :]
+        steps = ("wait_for_turn(", "add_to(", "wait_until_read(0)", "pass_turn_on(")
+        places = [adding.index(step) for step in steps]
+        assert places == sorted(places)
+        assert "program_id(0)," not in text and "start_n // BLOCK_M %" not in text
+        assert "wait_for_turn" not in backward_hopper.source(plans(variant, 64)[0])
+    made = {v: plans(v, deterministic=True)[0] for v in (NOOP, variants.causal)}
+    # Ranks are read where a mask decides who visits a tile.
+    assert [a.name for a in launched(made[NOOP])][-1:] == ["turns"]
+    assert [a.name for a in launched(made[variants.causal])][-2:] == ["turns", "ranks"]
+
+
 def test_keys_beyond_the_end_are_cut_before_products_see_them() -> None:
     text = backward_hopper.source(plans(NOOP, has_kv_lens=True)[0])
     assert text.count("clear_rows(") == 2 and "kv_full = barriers(4, 1)" in text
@@ -337,13 +374,16 @@ def compiled(
     """A variant's kernel, its loops over q tiles, and the most spills in one."""
     variant = COMPILED[name]
     chosen = replace(options(head_dim, dtype=dtype, variant=variant), **changes)
+    chosen = backward_hopper.of_options(program(variant), chosen)
     made = backward_hopper.compile_backward(program(variant), chosen, H200)
     return made, len(softmax_loops(made.image)), spills_in_loops(made.image)
 
 
-def check(found: tuple[Kernel, int, int], name: str, head_dim: int) -> None:
+def check(
+    found: tuple[Kernel, int, int], name: str, head_dim: int, changes: dict[str, Any]
+) -> None:
     made, loops, spills = found
-    plan = taken(plans(COMPILED[name], head_dim), made.notes)
+    plan = taken(plans(COMPILED[name], head_dim, **changes), made.notes)
     assert spills <= SPILLS
     assert loops == 2 * len(plan.q_segments)
     assert made.shared <= H200.shared and made.cluster == (1, 1, 1)
@@ -354,9 +394,10 @@ def check(found: tuple[Kernel, int, int], name: str, head_dim: int) -> None:
 
 def compiled_small() -> list[Kernel]:
     """The kernels before and after, for head dim 72 and half tiles."""
-    first = backward_hopper.rows_plan(options(72, 64), H200, 128, has_grad_lse=True)
+    first = backward_hopper.rows_plan(options(72, 64), H200, 128, has_grad_lse=True, ordered=True)
+    ranks = backward_hopper.ranks_plan(options(72, 64), H200)
     last = backward_hopper.finish_plan(options(72, 64), H200, 128, 128)
-    return [backward_hopper.compile_small(plan) for plan in (first, last)]
+    return [backward_hopper.compile_small(plan) for plan in (first, ranks, last)]
 
 
 def test_the_kernels_before_and_after_compile(apart: Callable[..., Any]) -> None:
@@ -376,13 +417,18 @@ LARGE = {
 # The rest is for `make compile-all`: a kernel takes 8 s.
 @pytest.mark.parametrize(
     ("name", "head_dim", "changes"),
-    [("noop", 64, {}), ("window", 128, LARGE), ("documents", 64, {"has_kv_lens": True})],
-    ids=["noop", "window in 64 bits", "documents whose keys end"],
+    [
+        ("noop", 64, {}),
+        ("window", 128, LARGE),
+        ("documents", 64, {"has_kv_lens": True}),
+        ("causal", 128, {"deterministic": True}),
+    ],
+    ids=["noop", "window in 64 bits", "documents whose keys end", "the same bits"],
 )
 def test_kernels_compile_as_they_were_meant(
     apart: Callable[..., Any], name: str, head_dim: int, changes: dict[str, Any]
 ) -> None:
-    check(apart(compiled, name, head_dim, "bf16", changes), name, head_dim)
+    check(apart(compiled, name, head_dim, "bf16", changes), name, head_dim, changes)
 
 
 @pytest.mark.compile_all
@@ -393,4 +439,12 @@ def test_seven_kernels_compile_as_they_were_meant(
     apart: Callable[..., Any], name: str, head_dim: int, dtype: str
 ) -> None:
     made, loops, spills = apart(compiled, name, head_dim, dtype, {})
+    assert spills <= SPILLS and loops == 4, made.notes
+
+
+@pytest.mark.compile_all
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", COMPILED)
+def test_deterministic_kernels_compile(apart: Callable[..., Any], name: str, head_dim: int) -> None:
+    made, loops, spills = apart(compiled, name, head_dim, "bf16", {"deterministic": True})
     assert spills <= SPILLS and loops == 4, made.notes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +12,13 @@ import pytest
 import torch
 from attention_cases import NOOP, on
 
-from scoremod import attend_triton, backward_hopper, backward_triton, variants
+from scoremod import attend_triton, backward_hopper, backward_triton, parse, ready, variants
 from scoremod.backward_triton import Call, call_of
 from scoremod.gradients import Gradients, Result, Wanted
 from scoremod.inputs import check_inputs
 from scoremod.plan import typed
+from scoremod.ready import Interpreted
+from scoremod.resources import read_text
 
 ALL = Wanted(True, True, True)
 
@@ -52,10 +56,10 @@ def both(call: Call) -> tuple[Gradients, Gradients]:
 def test_what_it_does_not_take_the_portable_kernels_compute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    q = on("triton", torch.randn(1, 2, 40, 64).half())
+    q = on("triton", torch.randn(1, 2, 40, 64))
     asked = []
     monkeypatch.setattr(backward_hopper, "main", lambda call: asked.append(call))
-    mine, portable = both(recorded(q, deterministic=True))
+    mine, portable = both(recorded(q))
     assert not asked and torch.equal(mine.q, portable.q) and torch.equal(mine.k, portable.k)
 
 
@@ -96,6 +100,16 @@ def test_what_the_backward_needs_of_each_row(block_m: int) -> None:
     assert (lse[..., 150:] == float("inf")).all() and (delta[..., 150:] == 0).all()
 
 
+def test_turns_are_cleared_beside_the_sums() -> None:
+    call = made_up()
+    call = replace(call, inputs=replace(call.inputs, deterministic=True))
+    (turns,) = backward_hopper.turns_of(call, 64)
+    turns.fill_(7)
+    backward_hopper.look_at_rows(call, call.grad_out, 64, [turns])
+    # One of each q tile of six heads, and that of programs which have started.
+    assert turns.numel() == 3 * 6 + 1 and turns.abs().max() == 0
+
+
 @pytest.mark.parametrize(("block_m", "columns"), [(64, 64), (128, 128)])
 def test_dq_out_of_its_sums(block_m: int, columns: int) -> None:
     call = made_up()
@@ -109,3 +123,111 @@ def test_dq_out_of_its_sums(block_m: int, columns: int) -> None:
     found = backward_hopper.finished(call, sums, kernel)
     scale = call.inputs.scale
     torch.testing.assert_close(found, (dq[:, :, :150, :72] * scale).half())
+
+
+# -- turns, in Triton's interpreter ------------------------------------------------------------
+
+MASKS = {
+    # Kv tiles with more runs than a record has: their maps alone say what they see.
+    "scattered": "(i // 128) % 2 == (j // 128) % 2 and j <= i",
+    "window": "j <= i and i - j < 300",
+    "nothing": "i - j > 5000",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "block_m"), [("scattered", 64), ("window", 64), ("nothing", 64), ("window", 128)]
+)
+def test_ranks_count_the_later_kv_tiles_that_see_a_q_tile(name: str, block_m: int) -> None:
+    """2,300 queries: more tiles than a word of a map has."""
+    variant = parse(f"variant {name}() {{ mask {MASKS[name]} }}")
+    q = on("triton", torch.randn(1, 2, 2300, 64).half())
+    k = q[:, :, :1100]
+    inputs = check_inputs(q, k, k, scale=None, q_offset=0, kv_lens=None, precision="auto")
+    result = Result(q, on("triton", torch.zeros(1, 2, 2300)), q, None)
+    known = typed(variant._program, ())
+    call = call_of(known, replace(inputs, deterministic=True), (), result, ALL)
+    chosen, blocks = backward_hopper.options_of(call), (block_m, 128)
+    found = attend_triton.stored_structure(known, chosen, inputs, (), blocks, transposed=True)
+    q_tiles, kv_tiles = -(-2300 // block_m), -(-1100 // 128)
+    ranks = backward_hopper.ranks_of(call, found, q_tiles, kv_tiles)
+
+    mask = torch.zeros(q_tiles * block_m, kv_tiles * 128, dtype=torch.bool)
+    mask[:2300, :1100] = torch.as_tensor(variant.mask_dense(2300, 1100))
+    sees = mask.view(q_tiles, block_m, kv_tiles, 128).any(3).any(1).T.int()
+    assert torch.equal(ranks.cpu(), sees.flip(0).cumsum(0).flip(0).int() - sees)
+    assert bool(sees.any()) == (name != "nothing")
+
+
+# -- stretches, in Triton's interpreter --------------------------------------------------------
+
+STRETCHES = """
+import triton
+import triton.language as tl
+
+{steps}
+
+@triton.jit
+def stretches(runs, found):
+    count = full_runs(runs + 8) + 1
+    tl.store(found, count)
+    for stretch in range(count):
+        partial, full = stretch_tiles(stretch, count, tl.load(runs + 7) + tl.load(runs + 15), runs)
+        tl.store(found + 1 + 2 * stretch, partial)
+        tl.store(found + 2 + 2 * stretch, full)
+"""
+
+
+def stretches_of(runs: torch.Tensor) -> str:
+    """The kinds of tiles that the main kernel's loops visit, as p and f."""
+    text = read_text("templates/hopper/tile.py")
+    steps = {f.name: f for f in ast.parse(text).body if isinstance(f, ast.FunctionDef)}
+    wanted = [ast.unparse(steps[name]) for name in ("full_runs", "stretch_tiles")]
+    made = "\n\n\n".join(wanted).replace("gluon.jit", "triton.jit").replace("gl.", "tl.")
+    found = torch.zeros(11, dtype=torch.int32)
+    kernel = ready._interpreted(Interpreted(STRETCHES.format(steps=made), "stretches", {}))
+    kernel.run(1, [runs, found])
+    count, *numbers = found.tolist()
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    return "".join("p" * p + "f" * f for p, f in list(pairs)[:count])
+
+
+def record(kinds: str) -> torch.Tensor:
+    """A structure's record of tiles p, f or none; shifts of runs that are not there are wild."""
+    runs = torch.randint(-(2**31), 2**31, (32,), dtype=torch.int64).to(torch.int32)
+    if max(len(re.findall(f"{kind}+", kinds)) for kind in "pf") > 4:
+        runs[4:8], runs[12:16] = len(kinds.replace(".", "")), 0
+        return runs
+    for place, kind in ((0, "p"), (8, "f")):
+        tiles = 0
+        for k, run in enumerate(re.finditer(f"{kind}+", kinds)):
+            runs[place + k] = run.start() - tiles
+            tiles += len(run[0])
+            runs[place + 4 + k] = tiles
+        runs[place + 4 + len(re.findall(f"{kind}+", kinds)) : place + 8] = tiles
+    return runs
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        "pp",
+        "ppffff",
+        "..ffpp",
+        "f",
+        "....",
+        "pfpfpfpf",
+        "fpfpfpf.p",
+        "p..p.ff..fp..p",
+        "ff.f..f.fpp",
+    ],
+)
+def test_stretches_have_the_kinds_of_tiles_in_their_order(kinds: str) -> None:
+    torch.manual_seed(0)
+    for _ in range(3):
+        assert stretches_of(record(kinds)) == kinds.replace(".", "")
+
+
+def test_tiles_that_a_map_has_are_partial() -> None:
+    torch.manual_seed(0)
+    assert stretches_of(record("f.f.f.f.ff")) == "pppppp"

@@ -26,6 +26,8 @@ CAPPED_DOCUMENTS = variants.softcap & DOCUMENTS
 # Kv tiles with more runs of q tiles than a record holds, which have a map.
 SCATTERED = parse("variant scattered() { mask (i // 128) % 2 == (j // 128) % 2 }")
 DILATED = parse("variant dilated() { mask j <= i and (i - j) % 7 == 0 }")
+# Two runs of full tiles of a kv tile, and partial ones before, between and behind them.
+BANDS = parse("variant bands() { score s + 0.001 * (i - j) mask j <= i and (i - j) % 1200 < 600 }")
 TWO_RANGES = parse("variant two() { mask i < 4 or j == i or i - j > 200 }")
 
 Tables = Callable[[], dict[str, Any]]
@@ -256,17 +258,75 @@ def test_learned_captures_may_take_the_portable_backward(
     assert float((found[0] - found[1]).norm() / found[1].norm()) < 1e-2
 
 
-def test_the_same_bits_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    q, k, v, do, dlse = Case(variants.causal, 1000, 1000, 128).tensors()
+# More programs than multiprocessors: those of a head wait for one another.
+REPEATED = {
+    "every pair": Case(NOOP, 2400, 2500, 128, kv_heads=2),
+    "every pair, narrow": Case(NOOP, 2560, 2300, 64),
+    "causal": Case(variants.causal, 2500, 2500, 128),
+    "causal, narrow, one kv head, fp16": Case(
+        variants.causal, 2500, 2500, 64, kv_heads=1, dtype=f16
+    ),
+    "a window": Case(variants.sliding_window, 2500, 2500, 128, kv_heads=2, call={"window": 300}),
+    "a window, narrow": Case(variants.sliding_window, 2500, 2500, 64, call={"window": 700}),
+    "capped": Case(SOFTCAP, 2000, 2000, 128),
+    "ranges by head": Case(HEADS, 2000, 2000, 128, kv_heads=2, tables=widths),
+    "offsets per sequence": Case(ALIBI, 1900, 2000, 64, kv_heads=2, tables=offsets),
+    "documents by sequence": Case(
+        DOCUMENTS, 2500, 2500, 128, tables=documents(1300, 5, 695, 500, batch=2)
+    ),
+    "documents, narrow": Case(
+        DOCUMENTS, 2500, 2500, 64, kv_heads=2, tables=documents(1300, 5, 695, 500)
+    ),
+    "scattered tiles": Case(SCATTERED, 2500, 2500, 128, kv_heads=2),
+    "several ranges": Case(TWO_RANGES, 2000, 2000, 64),
+    "bands": Case(BANDS, 2500, 2500, 128, kv_heads=2),
+    "bands, narrow": Case(BANDS, 2500, 2500, 64),
+    "slopes": Case(ALIBI, 2500, 2500, 128, tables=lambda: {"slopes": torch.rand(4).cuda()}),
+    "rows and keys without pairs": Case(GAPS, 2000, 2000, 128),
+    "blocks": Case(variants.causal, 2000, 2000, 128, call={"blocks": (16, 16, 4)}),
+    "keys that end": Case(NOOP, 2000, 2500, 128, kv_heads=2, call={"ends": (70, 2301)}),
+    "documents whose keys end": Case(
+        DOCUMENTS, 2500, 2500, 64, tables=documents(1250, 1250), call={"ends": (2000, 0)}
+    ),
+}
 
-    def run() -> list[torch.Tensor]:
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_the_same_bits_where_they_are_asked_for(name: str) -> None:
+    case = REPEATED[name]
+    q, k, v, do, dlse = case.tensors()
+    call = case.given()
+
+    def run(backend: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
         return gradients(
-            lambda *x, **more: variants.causal(*x, deterministic=True, **more),
-            (q, k, v),
+            lambda *x, **more: case.variant(*x, backend=backend, **call, **more),
+            tensors,
             (do, dlse),
         )
 
-    first = run()
-    for _ in range(3):
-        assert all(torch.equal(x, y) for x, y in zip(first, run(), strict=True))
+    qkv = (q, *(beyond_is_nan(x, call.get("kv_lens")) for x in (k, v)))
+    oracle = run("eager", *(x.double() for x in (q, k, v)))
+    call["deterministic"] = True
+    first = run("hopper", *qkv)
+    for mine, theirs in zip(first, oracle, strict=True):
+        assert float((mine.double() - theirs).norm() / theirs.norm()) < 5e-3
+    for _ in range(4):
+        assert all(torch.equal(x, y) for x, y in zip(first, run("hopper", *qkv), strict=True))
+
+
+@pytest.mark.parametrize("variant", [NOOP, variants.causal], ids=["every pair", "causal"])
+def test_the_same_bits_of_a_head_with_more_tiles_than_multiprocessors(variant: Variant) -> None:
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(1, 1, 40_000, 64, device="cuda").to(bf16) for _ in range(4))
+    back = do, torch.zeros(1, 1, 40_000, device="cuda")
+
+    def run(deterministic: bool) -> list[torch.Tensor]:
+        return gradients(
+            lambda *x, **more: variant(*x, deterministic=deterministic, **more), (q, k, v), back
+        )
+
+    first, unordered = run(True), run(False)
+    for mine, theirs in zip(first, unordered, strict=True):
+        assert float((mine - theirs).float().norm() / theirs.float().norm()) < 5e-3
+    for _ in range(2):
+        assert all(torch.equal(x, y) for x, y in zip(first, run(True), strict=True))

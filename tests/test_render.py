@@ -75,6 +75,7 @@ PLANS: dict[str, type[Any]] = {
     "cpu/attention_fwd.py": CpuPlan,
     "hopper/attention_bwd.py": HopperBackwardPlan,
     "hopper/attention_bwd_finish.py": SmallPlan,
+    "hopper/attention_bwd_ranks.py": SmallPlan,
     "hopper/attention_bwd_rows.py": SmallPlan,
     "hopper/attention_fwd.py": HopperPlan,
     "triton/attention_fwd.py": TritonPlan,

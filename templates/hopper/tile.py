@@ -166,6 +166,45 @@ def run_of(t, runs):
 
 
 @gluon.jit
+def structure_row(b, h, start_n, kv_len, stride_b, stride_h, BLOCK_N: gl.constexpr):
+    """Which row of a structure a kv tile has, for one query head."""
+    rows = gl.cdiv(kv_len, BLOCK_N)
+    return ((b * stride_b + h * stride_h) * rows + start_n // BLOCK_N).to(gl.int64)
+
+
+@gluon.jit
+def full_runs(runs):
+    """How many runs of full tiles a row has."""
+    found = 0
+    for k in gl.static_range(4):
+        found += (gl.load(runs + 4 + k) > (gl.load(runs + 3 + k) if k > 0 else 0)).to(gl.int32)
+    return found
+
+
+@gluon.jit
+def stretch_tiles(stretch, stretches, count, runs):
+    """How many partial and how many full tiles a stretch of a row has.
+
+    A stretch is the partial tiles up to a run of full ones, and that run; the last has no run. All
+    `count` tiles count as partial where no run is full, and where a map has them.
+    From the record alone: numbers that a loop over stretches carried became 0 in Triton 3.6.
+    """
+    is_last = stretch == stretches - 1
+    before = gl.where(stretch > 0, gl.load(runs + 11 + stretch), 0)  # full tiles
+    first = gl.where(stretch > 0, before + gl.load(runs + 7 + stretch), 0)
+    end = gl.where(is_last, 2147483647, before + gl.load(runs + 8 + stretch))
+    partial, start = 0, 0
+    for k in gl.static_range(4):
+        shift, stop = gl.load(runs + k), gl.load(runs + 4 + k)
+        inside = gl.minimum(stop + shift, end) - gl.maximum(start + shift, first)
+        # The shift of a run that is not there may be anything.
+        partial += gl.minimum(gl.maximum(inside, 0), stop - start)
+        start = stop
+    partial = gl.where(stretches > 1, partial, count)
+    return partial, gl.where(is_last, 0, gl.load(runs + 12 + stretch) - before)
+
+
+@gluon.jit
 def kept(s, keep):
     """Scores with -inf where `keep` is False.
 
@@ -267,6 +306,47 @@ def hand_over(dq, step, dq_smem, full, empty):
     dq_smem.store(in_thread_order(dq))
     fence_async_shared()
     mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def wait_for_turn(place, turn):
+    """Wait until the number at `place`, which other programs raise, is `turn`."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred early; .reg .b32 found;
+        again: ld.acquire.gpu.global.b32 found, [$1];
+        setp.ne.b32 early, found, $2;
+        @early bra again;
+        fence.proxy.async.global;
+        mov.b32 $0, found;
+        }""",
+        "=r,l,r",
+        [gl.cast(place, gl.int64), turn],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def pass_turn_on(place, turn):
+    """Say that it is another one's turn once all that this warp adds to memory is there."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred one; .reg .b32 lane;
+        cp.async.bulk.wait_group 0;
+        bar.warp.sync 0xffffffff;
+        mov.b32 lane, %laneid;
+        setp.eq.b32 one, lane, 0;
+        @one st.release.gpu.global.b32 [$1], $2;
+        mov.b32 $0, lane;
+        }""",
+        "=r,l,r",
+        [gl.cast(place, gl.int64), turn],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @builtin
