@@ -340,4 +340,5 @@ GENERATED: dict[str, Callable[[], str]] = {
     "backward": _results("backward_h200"),
     "hopper": _results("hopper_h200"),
     "hopper_backward": _results("hopper_backward_h200"),
+    "hopper_deterministic": _results("hopper_deterministic_h200"),
 }
