@@ -339,6 +339,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "forward": _results("forward_h200"),
     "backward": _results("backward_h200"),
     "hopper": _results("hopper_h200"),
+    "hopper_dims": _results("hopper_dims_h200"),
     "hopper_backward": _results("hopper_backward_h200"),
     "hopper_deterministic": _results("hopper_deterministic_h200"),
 }
