@@ -17,7 +17,7 @@ import pytest
 import torch
 from test_hopper import taken
 
-from scoremod import Variant, backward_hopper, parse, variants
+from scoremod import Variant, backward_hopper, explain, parse, variants
 from scoremod.backends.compile_hopper import spills_in_loops
 from scoremod.backends.compile_hopper_backward import complaint, launched
 from scoremod.backends.compile_triton import Kernel, Report, softmax_loops
@@ -181,6 +181,14 @@ def test_explain_says_what_computes_gradients() -> None:
     said = variants.causal.explain(head_dim=256)
     assert "  backward portable: dk and dv of head dims 256 and 256 take more registers" in said
     assert "backward" not in variants.causal.explain(head_dim=128, target="cuda:80")
+
+
+def test_explain_says_that_kv_tiles_take_turns() -> None:
+    said = "  dq       the same bits in each run: kv tiles add to it in turns"
+    for deterministic in (False, True):
+        chosen = replace(options(128), deterministic=deterministic)
+        lines = explain._hopper_backward(program(NOOP), chosen, H200, "")
+        assert (said in lines) == deterministic
 
 
 # -- configurations ----------------------------------------------------------------------------
