@@ -291,6 +291,17 @@ def test_the_text_is_gluon_alone(name: str) -> None:
         assert not re.search(r"\btl\b|\btriton\.jit\b", text)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("variant", [NOOP, variants.causal, DOCUMENTS], ids=["no", "range", "ids"])
+def test_every_configuration_has_the_five_products(variant: Variant, deterministic: bool) -> None:
+    for head_dim in (64, 128):
+        for plan in plans(variant, head_dim, deterministic=deterministic):
+            text = backward_hopper.source(plan)
+            step = text[text.index("def visit(") : text.index("def consume(")]
+            found = re.findall(r"(\w+) = warpgroup_mma\((\w+), (\w+)", step)
+            assert {name.partition("_")[0] for name, *_ in found} == {"s", "dp", "dv", "dk", "dq"}
+
+
 def test_a_mask_and_a_slope_cost_only_where_they_are() -> None:
     text = backward_hopper.source(plans(FIVE["softcap"])[0])
     assert re.findall(r"WHO, (True|False),", text) == ["True", "False"]
