@@ -223,11 +223,11 @@ def compare(found: Results, call: Call, body: str, precision: str) -> list[Off]:
         factor = {"out": size, "lse": 1.0}.get(name, GRADIENT_FACTOR * size)
         unit = torch.finfo(mine.dtype).eps * size
         limit = FACTOR * rounding + score_error * factor + unit
-        error = _error(mine.double(), wanted)
+        error = difference(mine.double(), wanted)
         if error > limit and beside is None:
             beside = list(_beside(call))
         near = [] if error <= limit or beside is None else beside
-        error = min([error, *(_error(mine.double(), x[name].double()) for x in near)])
+        error = min([error, *(difference(mine.double(), x[name].double()) for x in near)])
         offs.append(Off(name, error, limit))
     return offs
 
@@ -246,7 +246,7 @@ def _is_float(x: Any) -> bool:
     return x.is_floating_point() if isinstance(x, Tensor) else isinstance(x, float)
 
 
-def _error(mine: Tensor, wanted: Tensor) -> float:
+def difference(mine: Tensor, wanted: Tensor) -> float:
     """The largest difference; inf where one is nan or infinite and the other is not the same."""
     if not mine.numel():
         return 0.0
