@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import scoremod
+from scoremod.errors import BackendUnavailable
 
 # -- variants ----------------------------------------------------------------------------------
 
@@ -379,14 +380,22 @@ def check_gradients(body: str, call: Draw, backend: str) -> None:
         return
     wanted = slopes(loss(out, lse), [*wanted_leaves, *learn.values()])
     leaves = [leaf(x) for x in qkv]
-    found = slopes(
-        loss(*attn(*leaves, backend=backend, tiles=tiles, **options, **given)),
-        [*leaves, *learn.values()],
-    )
+    try:
+        found = slopes(
+            loss(*attn(*leaves, backend=backend, tiles=tiles, **options, **given)),
+            [*leaves, *learn.values()],
+        )
+    except BackendUnavailable as error:
+        # Of tables by distances or pairs, which kernels refuse beside a list of blocks.
+        if call.tiles == "blocks" and "with a list of blocks" in str(error):
+            return
+        raise
     for x, y in zip(found, wanted, strict=True):
         if y.isfinite().all():
             size = max(1.0, float(y.abs().max())) if y.numel() else 1.0
-            agree(x.to(y.dtype) / size, y / size, BACKWARD[call.dtype])
+            # A float32 table beside float64 tensors has a gradient in float32.
+            tolerance = max(BACKWARD[call.dtype], 4 * torch.finfo(y.dtype).eps)
+            agree(x.to(y.dtype) / size, y / size, tolerance)
 
 
 def slopes(total: Tensor, leaves: list[Any]) -> list[Tensor]:
