@@ -68,6 +68,9 @@ FOUND = [
     # Triton 3.6's interpreter gave a comparison of scalars its operands' type.
     "mask float(h) * float(h) <= 0.1 and j <= i",
     "mask not (h == 2 and j <= i) and x < 10.0",
+    # Triton takes an int from 2**31 on for an unsigned one of 32 bits.
+    "mask i < where(i < j, 4294967295, -1)",
+    "mask i - 5 < 3000000000 and j <= i",
 ]
 CALL = Draw(1, 17, 40, 3, True, False)
 

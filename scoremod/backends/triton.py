@@ -96,6 +96,9 @@ def _const(context: Context, node: Expr, args: Sequence[Text]) -> Text:
     value = node.attr
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")', ATOM
+    if isinstance(value, int) and INT32[1] < value < 2**32:
+        # By itself Triton would take it for an unsigned number of 32 bits.
+        return f"tl.cast({value}, tl.int64)", ATOM
     return repr(value), UNARY if repr(value).startswith("-") else ATOM
 
 
