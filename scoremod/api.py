@@ -148,6 +148,17 @@ class Variant:
         )
         if tiles is not None or deterministic is not None:
             inputs = replace(inputs, tiles=_tiles(tiles, inputs), deterministic=deterministic)
+        out, lse = self._attend(inputs, captures, backend, kind)
+        return (out, lse) if return_lse else out
+
+    def _attend(
+        self,
+        inputs: Inputs,
+        captures: Mapping[str, Any],
+        backend: str | None,
+        kind: KindOfCall | None,
+    ) -> tuple[Any, Any]:
+        """(out, lse) of a checked call; what calls of its kind need is kept."""
         program, bound = self._bind(captures, inputs.sizes, inputs.q.device)
         known = self._type(program, bound)
         records = needs_grad(inputs, bound)
@@ -161,7 +172,7 @@ class Variant:
             out, lse, *_ = attend(known, inputs, bound, name)
         if name in WARM and kind is not None:
             self._remember(kind, name, known, inputs, bound)
-        return (out, lse) if return_lse else out
+        return out, lse
 
     def _operator(
         self,
