@@ -107,7 +107,7 @@ def unfit_shape(element: str, head_dim: int, v_head_dim: int) -> str:
     dims = f"head dims {head_dim} and {v_head_dim}"
     if not {head_dim, v_head_dim} <= set(HEAD_DIMS):
         return f"{dims} are not multiples of 8 from 40 to 256"
-    if max(padded(head_dim), padded(v_head_dim)) not in CONFIGS:
+    if max(padded(head_dim), padded(v_head_dim)) not in {width for width, _ in CONFIGS}:
         return f"dk and dv of {dims} take more registers than there are"
     return ""
 
@@ -124,7 +124,8 @@ def ranks_bytes(program: Typed, inputs: Inputs) -> int:
     user = inputs.tiles if isinstance(inputs.tiles, Blocks) else None
     sizes = Sizes.of(inputs)
     batches, heads = differing(program, sizes, user, by_sequence=by_sequence)
-    block_m = CONFIGS[max(map(padded, (inputs.q.shape[3], inputs.v.shape[3])))][0].block_m
+    width = max(map(padded, (inputs.q.shape[3], inputs.v.shape[3])))
+    block_m = CONFIGS[width, program.has_score][0].block_m
     return 4 * batches * heads * -(-sizes.q_len // block_m) * -(-sizes.kv_len // BLOCK_N)
 
 
@@ -267,7 +268,7 @@ def compile_backward(program: Typed, chosen: Options, target: Target) -> Kernel:
 
 def plans(program: Typed, chosen: Options, target: Target) -> list[HopperBackwardPlan]:
     """The plans to try, the best first."""
-    return [hopper_backward_plan(program, chosen, target, c) for c in configs_of(chosen)]
+    return [hopper_backward_plan(program, chosen, target, c) for c in configs_of(program, chosen)]
 
 
 def source(plan: HopperBackwardPlan) -> str:

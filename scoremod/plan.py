@@ -86,6 +86,11 @@ class Typed:
         """Whether some pair may not attend; of the mask as given, as what follows."""
         return self.given_mask != TRUE
 
+    @property
+    def has_score(self) -> bool:
+        """Whether scores are changed; of the score as given, too."""
+        return self.given_score != S
+
     @functools.cached_property
     def half_lines(self) -> bool:
         """Whether ranges of keys alone say which pairs attend.

@@ -58,6 +58,9 @@ class BackwardConfig:
     v_in_registers: bool = False
     # With scores early: dP of a masked tile comes after its p, 32 registers fewer for the mask.
     masked_in_turn: bool = False
+    # With scores early, of one half: dq of a tile is computed a step later, and leaves while dk is
+    # computed.
+    late_dq: bool = False
 
     def __str__(self) -> str:
         words = [f"{self.block_m} queries by {BLOCK_N} keys"]
@@ -65,26 +68,39 @@ class BackwardConfig:
         words += ["k in registers"] if self.k_in_registers else []
         words += ["v in registers"] if self.v_in_registers else []
         words += ["masked tiles in turn"] if self.masked_in_turn else []
+        words += ["dq late"] if self.late_dq else []
         return ", ".join(words)
 
 
 _SINGLE = BackwardConfig(HALF, early_scores=True)
+_LATE = replace(_SINGLE, late_dq=True)
 _PAIR = BackwardConfig(2 * HALF, early_scores=True)
+_PAIRS = (
+    replace(_PAIR, k_in_registers=True, v_in_registers=True),
+    replace(_PAIR, v_in_registers=True),
+    _PAIR,
+)
 
-# By padded head dim (the wider of the two); the best first. TFLOP/s of the pairs that the mask
-# keeps, on one H200, bf16, 2x16x8192x128 and 1x32x16384x64, pre- and postprocess included.
-CONFIGS: dict[int, tuple[BackwardConfig, ...]] = {
+# By padded head dim (the wider of the two), and whether there is a score; the best first. TFLOP/s
+# of the pairs that the mask keeps, on one H200, bf16, 2x16x8192x128 and 1x32x16384x64, pre- and
+# postprocess included.
+CONFIGS: dict[tuple[int, bool], tuple[BackwardConfig, ...]] = {
     # Full 471, causal 465 (cuDNN 387, 358); with v in registers 452, 428; with neither 405, 416.
     # Documents & causal 199 (portable 155).
-    64: (
-        replace(_PAIR, k_in_registers=True, v_in_registers=True),
-        replace(_PAIR, v_in_registers=True),
-        _PAIR,
+    (64, False): _PAIRS,
+    (64, True): _PAIRS,
+    # Full 519 (dq in its own step 499), causal 499 (463), documents & causal 264 (257), window 1024
+    # 333 (332); without early scores full 481, causal 450 (499 and 484 with, in that race).
+    (128, False): (
+        _LATE,
+        replace(_LATE, masked_in_turn=True),
+        _SINGLE,
+        replace(_SINGLE, masked_in_turn=True),
+        replace(_SINGLE, early_scores=False),
     ),
-    # Full 499, causal 484, ALiBi 510, soft-cap 467 (cuDNN 485, 429); without early scores 481, 450,
-    # 444, 430; documents & causal 262 (FlexAttention 184). Documents with a soft-cap take the
-    # second; by the first, partial tiles access spilled registers 38 times.
-    128: (
+    # ALiBi 484 (dq late 475), soft-cap 451 (440). Documents with a soft-cap take the second; by the
+    # first, partial tiles access spilled registers 38 times.
+    (128, True): (
         _SINGLE,
         replace(_SINGLE, masked_in_turn=True),
         replace(_SINGLE, early_scores=False),
@@ -233,8 +249,13 @@ class HopperBackwardPlan(TileReader):
 
     @property
     def said(self) -> int:
-        """Numbers of tiles that are kept: dq is added up two steps behind the products."""
-        return 2 * STAGES
+        """Numbers of tiles that are kept: dq is added up two or three steps behind the products."""
+        return (3 if self.late else 2) * STAGES
+
+    @property
+    def dq_phase(self) -> str:
+        """Of the barriers at which `add_up` waits for dq of a step."""
+        return "(step + 1) & 1" if self.late else "step & 1"
 
     @property
     def kv_barriers(self) -> int:
@@ -249,6 +270,11 @@ class HopperBackwardPlan(TileReader):
     @property
     def pair(self) -> bool:
         return not self.single
+
+    @property
+    def late(self) -> bool:
+        """Whether dq of a tile is computed in the step after its own."""
+        return self.config.late_dq
 
     @property
     def scores_in_turn(self) -> bool:
@@ -384,9 +410,9 @@ def width_of(options: Options) -> int:
     return max(padded(options.head_dim), padded(options.v_head_dim))
 
 
-def configs_of(options: Options) -> tuple[BackwardConfig, ...]:
+def configs_of(program: Typed, options: Options) -> tuple[BackwardConfig, ...]:
     """The configurations for a call, the best first."""
-    return CONFIGS[width_of(options)]
+    return CONFIGS[width_of(options), program.has_score]
 
 
 # -- the kernels before and after --------------------------------------------------------------

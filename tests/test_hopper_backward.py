@@ -195,9 +195,11 @@ def test_explain_says_that_kv_tiles_take_turns() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_every_configuration_fits_the_multiprocessor(head_dim: int) -> None:
-    made = plans(variants.causal, head_dim)
-    assert tuple(p.config for p in made) == CONFIGS[max(64, 128 * (head_dim > 64))]
+@pytest.mark.parametrize("variant", [variants.causal, variants.softcap])
+def test_every_configuration_fits_the_multiprocessor(head_dim: int, variant: Variant) -> None:
+    made = plans(variant, head_dim)
+    width = max(64, 128 * (head_dim > 64))
+    assert tuple(p.config for p in made) == CONFIGS[width, variant is variants.softcap]
     # Two consumers, and two warps that are padded to a warpgroup.
     assert 128 * (2 * CONSUMER_REGISTERS + WARP_REGISTERS) <= 2**16
     for plan in made:
@@ -215,7 +217,7 @@ def test_a_configuration_that_does_badly_is_followed_by_the_next(
     said = iter((*complaints, ""))
     monkeypatch.setattr(backward_hopper, "compile_plan", lambda plan, text: (kernel(), next(said)))
     found = backward_hopper.compile_backward(program(NOOP), options(64), H200)
-    configs = CONFIGS[64]
+    configs = CONFIGS[64, False]
     assert found.notes == (
         *(f"{configs[k]}: {complaint}" for k, complaint in enumerate(complaints)),
         f"{configs[taken]}: taken",
@@ -246,7 +248,7 @@ def test_a_refusal_is_remembered_by_the_cache(
     for _ in range(2):
         with pytest.raises(BackendUnavailable, match="no configuration of the backward"):
             backward_hopper.compile_unless_refused(known, options(64), H200)
-    assert tuple(tried) == CONFIGS[64]
+    assert tuple(tried) == CONFIGS[64, False]
     assert backward_hopper.known_refusal(known, options(64), H200).startswith("no configuration")
 
 
@@ -297,7 +299,7 @@ def test_every_configuration_has_the_five_products(variant: Variant, determinist
     for head_dim in (64, 128):
         for plan in plans(variant, head_dim, deterministic=deterministic):
             text = backward_hopper.source(plan)
-            step = text[text.index("def visit(") : text.index("def consume(")]
+            step = text[text.index("def add_up(") : text.index("def consume(")]
             found = re.findall(r"(\w+) = warpgroup_mma\((\w+), (\w+)", step)
             assert {name.partition("_")[0] for name, *_ in found} == {"s", "dp", "dv", "dk", "dq"}
 

@@ -286,6 +286,36 @@ def meet():
     )
 
 
+# Consumers leave ds for each other, each in turns at two named barriers: one may be most of a step
+# ahead.
+
+
+@gluon.jit
+def pass_ds_on(WHO: gl.constexpr, step):
+    """Say that this consumer's ds of a step is there, and that dq of the step before is done."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 256; mov.u32 $0, $1;",
+        "=r,r",
+        [9 + WHO + step % 2 * 2],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def wait_for_ds(WHO: gl.constexpr, step):
+    """Wait for the other consumer's."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.u32 $0, $1;",
+        "=r,r",
+        [10 - WHO + step % 2 * 2],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @gluon.jit
 def in_thread_order(x):
     """A product [64, columns] as rows of 256 in which each thread's values are four neighbours.
