@@ -226,6 +226,9 @@ class _Attention(torch.autograd.Function):
         if (grad_out is None and grad_lse is None) or not any(wanted):
             return (None,) * (1 + len(values))
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        if not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+            result = Result(out, lse, grad_out, grad_lse, residual)
+            return (None, *backward(ctx.call, values, result, wanted))
         found = iter(
             _apply(_Backward, ctx.call, wanted, out, lse, residual, grad_out, grad_lse, *values)
         )
@@ -257,7 +260,8 @@ class _Transformed(_Attention):
 class _Backward(torch.autograd.Function):
     """The gradients of a call; it says why they have none themselves.
 
-    A function of its own, so that torch.func runs it on the tensors inside its wrappers.
+    A function of its own, so that torch.func runs it on the tensors inside its wrappers, and that
+    create_graph=True finds what to say.
     """
 
     @staticmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,16 +65,19 @@ def backward(
 ) -> Gradients:
     """The gradients of a call whose forward ran on a Hopper GPU."""
     call = call_of(program, inputs, bound, result, wanted)
-    if unfit(program, inputs) or unlearned(call.reads) or refusal(call):
+    kernels = None
+    if not (unfit(program, inputs) or unlearned(call.reads)):
+        kernels = kernels_of(call)
+    if kernels is None:
         return backward_triton.backward(program, inputs, bound, result, wanted)
     with on_device(inputs.q), torch.no_grad():
-        return nothing(call, wanted) if call.is_empty else _gradients(call, wanted)
+        return nothing(call, wanted) if call.is_empty else _gradients(call, wanted, kernels)
 
 
-def _gradients(call: Call, wanted: Wanted) -> Gradients:
+def _gradients(call: Call, wanted: Wanted, kernels: Kernels) -> Gradients:
     found: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     if wanted.q or wanted.k or wanted.v:
-        found = tensor_gradients(call)
+        found = tensor_gradients(call, kernels)
     by_read: dict[int, Tensor] = {}
     if call.reads:
         sum_others(call, row_values(call), by_read)
@@ -148,16 +151,50 @@ def possible_reads(program: Typed, chosen: Options) -> tuple[Read, ...]:
 
 # -- the main kernel ---------------------------------------------------------------------------
 
-# Why there is no kernel, by what decides it and where it would run; "" where there is one.
-_REFUSED: dict[tuple[object, ...], str] = {}
+
+@dataclass(frozen=True)
+class Kernels:
+    """What the backward of a call launches, and the options that the main kernel was made for."""
+
+    options: Options
+    rows: Ready
+    main: Ready
+    finish: Ready
+
+
+# What calls launch, by what decides it and where it runs; None where the main kernel was refused.
+_KERNELS: dict[tuple[object, ...], Kernels | None] = {}
+
+
+def kernels_of(call: Call) -> Kernels | None:
+    """What a call that fits launches, compiled if it has to be; None if there is no main kernel."""
+    program, given = call.program, call.result.given
+    what = (
+        program.bundle,
+        program.canonical,
+        call.options,
+        call.inputs.must_repeat,
+        call.device,
+        *given.values(),
+    )
+    if what not in _KERNELS:
+        _KERNELS[what] = None if refusal(call) else _all_kernels(call)
+    return _KERNELS[what]
+
+
+def _all_kernels(call: Call) -> Kernels:
+    made = main(call)
+    return Kernels(
+        options_of(call),
+        rows_kernel(call, made.block_m),
+        made,
+        finish_kernel(call, made.block_m, made.constants["DQ_COLUMNS"]),
+    )
 
 
 def refusal(call: Call) -> str:
-    """Why a call that fits has no kernel, which is compiled to know it; "" if it has one."""
-    what = (call.program.bundle, call.program.canonical, options_of(call), call.device)
-    if what not in _REFUSED:
-        _REFUSED[what] = _why_none(lambda: main(call))
-    return _REFUSED[what]
+    """Why a call that fits has no main kernel, which is compiled to know it; "" if it has one."""
+    return _why_none(lambda: main(call))
 
 
 def _why_none(find: Callable[[], object]) -> str:
@@ -382,23 +419,24 @@ def compile_small(plan: SmallPlan) -> Kernel:
 # -- the call ----------------------------------------------------------------------------------
 
 
-def tensor_gradients(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def tensor_gradients(call: Call, kernels: Kernels) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv."""
-    kernel, q, k, v = main(call), call.inputs.q, call.inputs.k, call.inputs.v
+    kernel, q, k, v = kernels.main, call.inputs.q, call.inputs.k, call.inputs.v
     batch, kv_heads, kv_len, _ = k.expand(q.shape[0], -1, -1, -1).shape
     do, turns = as_copyable(call.grad_out), turns_of(call, kernel.block_m)
-    rows, sums = look_at_rows(call, do, kernel.block_m, turns)
+    rows, sums = look_at_rows(call, kernels.rows, do, kernel.block_m, turns)
     dk, dv = (empty_like_q(x.expand(batch, -1, -1, -1), x.shape[3]) for x in (k, v))
     programs = -(-kv_len // kernel.block_n) * batch * kv_heads
     values = arguments(call, do, (dk, dv), (rows, sums))
-    values += structure_of(call, (kernel.block_m, kernel.block_n), turns)
+    values += structure_of(call, kernels, turns)
     kernel.run(programs, values)
-    return finished(call, sums, kernel), over_batch(dk, k), over_batch(dv, v)
+    dq = finished(call, kernels.finish, sums, kernel.block_m)
+    return dq, over_batch(dk, k), over_batch(dv, v)
 
 
-def structure_of(call: Call, blocks: tuple[int, int], turns: Sequence[Tensor]) -> list[Any]:
+def structure_of(call: Call, kernels: Kernels, turns: Sequence[Tensor]) -> list[Any]:
     """Which q tiles each kv tile visits and when, where the kernel reads it from memory."""
-    chosen = options_of(call)
+    chosen, blocks = kernels.options, (kernels.main.block_m, kernels.main.block_n)
     if not chosen.stored:
         return [*turns]
     found = stored_structure(call.program, chosen, call.inputs, call.bound, blocks, transposed=True)
@@ -437,7 +475,7 @@ def q_tiles_of(call: Call, block_m: int) -> int:
 
 
 def look_at_rows(
-    call: Call, do: Tensor, block_m: int, turns: Sequence[Tensor] = ()
+    call: Call, kernel: Ready, do: Tensor, block_m: int, turns: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Tensor]:
     """Row values, float32 [q tiles of all heads * 2 * block_m], and cleared sums of dq [., 256].
 
@@ -453,7 +491,7 @@ def look_at_rows(
     values += [*o.stride()[:3], *do.stride()[:3], *grad_lse.stride()]
     _, q_heads, q_len, _ = call.inputs.q.shape
     values += [q_len, q_heads, *result.residuals, *turns]
-    rows_kernel(call, block_m).run(tiles, values)
+    kernel.run(tiles, values)
     return rows, sums
 
 
@@ -470,11 +508,10 @@ def arguments(
     return values + shared_values(inputs.q_offset, inputs.kv_lens, call.bound)
 
 
-def finished(call: Call, sums: Tensor, kernel: Ready) -> Tensor:
+def finished(call: Call, kernel: Ready, sums: Tensor, block_m: int) -> Tensor:
     """dq out of its sums."""
-    q, block_m = call.inputs.q, kernel.block_m
+    q = call.inputs.q
     dq = empty_like_q(q, q.shape[3])
-    last = finish_kernel(call, block_m, kernel.constants["DQ_COLUMNS"])
     values = [sums, dq, *dq.stride()[:3], in_float32(call.inputs.scale), q.shape[2], q.shape[1]]
-    last.run(q_tiles_of(call, block_m) * (block_m // HALF), values)
+    kernel.run(q_tiles_of(call, block_m) * (block_m // HALF), values)
     return dq

@@ -78,7 +78,7 @@ def call_of(
 ) -> Call:
     """A backward that can be computed; raises where it cannot."""
     grad_out = unit_stride(result.grad_out.detach().to(inputs.q.dtype))
-    result = replace(result, grad_out=grad_out)
+    result = Result(result.out, result.lse, grad_out, result.grad_lse, result.residual)
     learned = learned_of(program, bound, wanted)
     reads = _reads_of(program, learned, isinstance(inputs.q_offset, Tensor))
     chosen = backward_options(program, inputs, bound, result)
@@ -269,15 +269,25 @@ def backward_options(
     tensors = (result.grad_out, result.out)
     # A bundle has no kernels of their own for gradients of few queries.
     stored = chosen.stored or (bool(program.bundle) and not program.half_lines)
+    return _for_gradients(
+        chosen,
+        stored,
+        chosen.wide_offsets or any(reach(x) > INT32_MAX for x in tensors),
+        chosen.aligned
+        and all(is_aligned(x, element_bytes) for x in tensors)
+        and chosen.head_dim * element_bytes % 16 == 0,  # the rows of dq and dk too
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _for_gradients(chosen: Options, stored: bool, wide_offsets: bool, aligned: bool) -> Options:
     return replace(
         chosen,
         short=False,
         stored=stored,
         keeps_residual=False,
-        wide_offsets=chosen.wide_offsets or any(reach(x) > INT32_MAX for x in tensors),
-        aligned=chosen.aligned
-        and all(is_aligned(x, element_bytes) for x in tensors)
-        and chosen.head_dim * element_bytes % 16 == 0,  # the rows of dq and dk too
+        wide_offsets=wide_offsets,
+        aligned=aligned,
     )
 
 

@@ -195,8 +195,10 @@ def _checked_lens(
 def empty_like_q(q: torch.Tensor, v_head_dim: int) -> torch.Tensor:
     """An output with q's dimension order in memory: a transposed view gives a transposed one."""
     strides = q.stride()
-    order = sorted(range(3), key=lambda axis: -strides[axis])
     shape = (*q.shape[:3], v_head_dim)
+    if strides[0] >= strides[1] >= strides[2]:
+        return torch.empty(shape, dtype=q.dtype, device=q.device)
+    order = sorted(range(3), key=lambda axis: -strides[axis])
     sizes = [*(shape[axis] for axis in order), v_head_dim]
     out = torch.empty(sizes, dtype=q.dtype, device=q.device)
     inverse = sorted(range(3), key=order.__getitem__)

@@ -134,9 +134,9 @@ class Gpu:
         self.launched: list[Kernel] = []
         pretend(target, self._launcher, monkeypatch.setattr)
         monkeypatch.setattr(ready, "_READY", {})
-        for module in (attend_hopper, backward_hopper):
-            monkeypatch.setattr(module, "_REFUSED", {})
+        monkeypatch.setattr(attend_hopper, "_REFUSED", {})
         monkeypatch.setattr(attend_hopper, "_READY", {})
+        monkeypatch.setattr(backward_hopper, "_KERNELS", {})
         # So that `backend="triton"` takes tensors on the CPU.
         monkeypatch.setenv("TRITON_INTERPRET", "1")
 

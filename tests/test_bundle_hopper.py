@@ -246,6 +246,8 @@ def build_apart() -> Iterator[Callable[..., Path]]:
             yield lambda *args: pool.submit(build_for_hopper, *args).result()
 
 
+# Half a minute; what a bundle holds for Hopper is looked at above.
+@pytest.mark.compile_all
 def test_a_process_without_triton_runs_hoppers_backward(
     tmp_path: Path, build_apart: Callable[..., Path]
 ) -> None:

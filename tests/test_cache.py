@@ -463,7 +463,7 @@ def test_kill_in_mid_write_leaves_nothing_damaged(folder: Path) -> None:
             Cache(folder)._write(names[n], kernel(n, 100_000))
             number += 1
 
-    for attempt in range(200):
+    for attempt in range(100):
         child = os.fork()
         if child == 0:
             try:

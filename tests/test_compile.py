@@ -141,8 +141,9 @@ def compile_backward_of(name: str, kernel: str, head_dim: int) -> Kernel:
     )
 
 
-@pytest.mark.parametrize("name", SIX)
-def test_six_kernels_compile_for_gfx942(apart: Callable[..., Kernel], name: str) -> None:
+# All six, at more head dims, are in `make compile-all`.
+@pytest.mark.parametrize("name", ["noop", "alibi", "document"])
+def test_kernels_compile_for_gfx942(apart: Callable[..., Kernel], name: str) -> None:
     check(apart(compile_it, name, "hip:gfx942", {"head_dim": 64}), "hip:gfx942")
 
 

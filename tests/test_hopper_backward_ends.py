@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,7 +65,6 @@ def test_what_it_does_not_take_the_portable_kernels_compute(
 @interpreted
 def test_without_a_kernel_the_portable_ones_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """The main kernel does not run in the interpreter: as where no configuration suits."""
-    monkeypatch.setattr(backward_hopper, "_REFUSED", {})
     call = recorded(on("triton", torch.randn(1, 2, 40, 64).half()))
     mine, portable = both(call)
     assert torch.equal(mine.q, portable.q) and torch.equal(mine.v, portable.v)
@@ -84,7 +82,8 @@ def in_place(column: int) -> int:
 @pytest.mark.parametrize("block_m", [64, 128])
 def test_what_the_backward_needs_of_each_row(block_m: int) -> None:
     call = made_up()
-    rows, sums = backward_hopper.look_at_rows(call, call.grad_out, block_m)
+    kernel = backward_hopper.rows_kernel(call, block_m)
+    rows, sums = backward_hopper.look_at_rows(call, kernel, call.grad_out, block_m)
     assert sums.abs().max() == 0 and sums.numel() == -(-150 // block_m) * block_m * 6 * 128
     order = [in_place(m % 64) + m // 64 * 64 for m in range(block_m)]
     lse, delta = rows.view(2, 3, -1, 2, block_m)[..., order].unbind(3)
@@ -105,7 +104,8 @@ def test_turns_are_cleared_beside_the_sums() -> None:
     call = replace(call, inputs=replace(call.inputs, deterministic=True))
     (turns,) = backward_hopper.turns_of(call, 64)
     turns.fill_(7)
-    backward_hopper.look_at_rows(call, call.grad_out, 64, [turns])
+    kernel = backward_hopper.rows_kernel(call, 64)
+    backward_hopper.look_at_rows(call, kernel, call.grad_out, 64, [turns])
     # One of each q tile of six heads, and that of programs which have started.
     assert turns.numel() == 3 * 6 + 1 and turns.abs().max() == 0
 
@@ -119,8 +119,8 @@ def test_dq_out_of_its_sums(block_m: int, columns: int) -> None:
     parts = dq.view(-1, 64, 128 // columns, columns).transpose(1, 2).reshape(-1, 64, columns)
     parts = parts.view(-1, 4, 2, 8, columns // 8, 4, 2).permute(0, 4, 1, 3, 5, 2, 6)
     sums = parts.reshape(-1, 256).contiguous()
-    kernel = SimpleNamespace(block_m=block_m, constants={"DQ_COLUMNS": columns})
-    found = backward_hopper.finished(call, sums, kernel)
+    kernel = backward_hopper.finish_kernel(call, block_m, columns)
+    found = backward_hopper.finished(call, kernel, sums, block_m)
     scale = call.inputs.scale
     torch.testing.assert_close(found, (dq[:, :, :150, :72] * scale).half())
 
