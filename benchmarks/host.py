@@ -1,6 +1,6 @@
 """Time on the host: the first call with empty and with full caches, and a warm call.
 
-    python benchmarks/host.py [--parts first,warm,training,profile]
+    python benchmarks/host.py [--parts first,warm,training,backward,profile]
                               [--repeats 2]
 
 first:    in a process with packages imported and CUDA up, seconds from the call to the synchronised
@@ -9,6 +9,7 @@ first:    in a process with packages imported and CUDA up, seconds from the call
 warm:     host time of a call without grad, median of 1,000, on a tiny problem; SDPA and compiled
           FlexAttention beside it, in turns.
 training: the same of the forward of a call whose gradients are wanted.
+backward: the same of its backward, by torch.autograd.grad.
 profile:  cProfile of 2,000 warm calls, the 25 functions with most cumulative time.
 
 Writes host.json to benchmarks/results/, or to $OUT.
@@ -149,19 +150,45 @@ def calls(*, learned: bool) -> dict[str, Callable[[], Any]]:
 
 
 def warm_part(*, learned: bool) -> dict[str, Any]:
-    """Microseconds of the host's part of a call: nothing waits for the GPU."""
+    """Microseconds of the host's part of a call."""
+    import torch
+
+    with torch.set_grad_enabled(learned):
+        return _in_turns(calls(learned=learned))
+
+
+def backward_part() -> dict[str, Any]:
+    """Microseconds of the host's part of a backward, from the call to its return."""
+    import torch
+
+    def back(out: Any, grad_out: Any) -> Any:
+        return torch.autograd.grad(out, _leaves(out), grad_out, retain_graph=True)
+
+    found = {}
+    for name, call in calls(learned=True).items():
+        out = call()
+        found[name] = functools.partial(back, out, torch.ones_like(out))
+    return _in_turns(found)
+
+
+def _leaves(out: Any) -> list[Any]:
+    """The tensors that a result's gradient reaches."""
+    nodes = [node for node, _ in out.grad_fn.next_functions if node is not None]
+    return [node.variable for node in nodes if hasattr(node, "variable")]
+
+
+def _in_turns(made: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Each call's median and spread: nothing waits for the GPU."""
     import torch
 
     times: dict[str, list[float]] = {}
-    with torch.set_grad_enabled(learned):
-        made = calls(learned=learned)
-        for call in made.values():
-            for _ in range(50):
-                call()
-        for _ in range(TURNS):
-            for name, call in made.items():
-                torch.cuda.synchronize()
-                times.setdefault(name, []).extend(_each(call, CALLS // TURNS))
+    for call in made.values():
+        for _ in range(50):
+            call()
+    for _ in range(TURNS):
+        for name, call in made.items():
+            torch.cuda.synchronize()
+            times.setdefault(name, []).extend(_each(call, CALLS // TURNS))
     return {name: {"median_us": statistics.median(t), **_spread(t)} for name, t in times.items()}
 
 
@@ -229,10 +256,10 @@ def tell(found: dict[str, Any]) -> str:
             f"first call, {name:18} empty caches {x['empty_s']:6.3f} s ({_limit('empty_s', x)})"
             f"   second process {x['second_s']:6.3f} s ({_limit('second_s', x)})"
         )
-    for part in ("warm", "training"):
+    for part in ("warm", "training", "backward"):
         for name, x in found.get(part, {}).items():
             key, limit = f"{part}_us", ""
-            if name.startswith("scoremod"):
+            if name.startswith("scoremod") and key in LIMITS:
                 limit = f"({_limit(key, {key: x['median_us']})})"
             lines.append(
                 f"{part} call, {name:30} {x['median_us']:6.1f} us"
@@ -249,6 +276,7 @@ PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "first": first_part,
     "warm": lambda repeats: warm_part(learned=False),
     "training": lambda repeats: warm_part(learned=True),
+    "backward": lambda repeats: backward_part(),
     "profile": lambda repeats: profile_part(),
 }
 
