@@ -108,23 +108,38 @@ def read_number(place):
     return gl.max(place.load(one), 0)
 
 
+# Named barriers of the threads of two consumers. From 8 on they are free: Triton numbers its own
+# from 0.
+
+
+@gluon.jit
+def wait_at(barrier):
+    """Wait until the other consumer has come to a barrier."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.u32 $0, $1;", "=r,r", [barrier], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def come_to(barrier):
+    """Let the other consumer pass a barrier, without waiting."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 256; mov.u32 $0, $1;", "=r,r", [barrier], gl.int32, is_pure=False, pack=1
+    )
+
+
 # Consumers take turns to issue their products, so that one's softmax runs under the other's
-# products. Named barriers from 8 on are free; Triton numbers its own from 0.
+# products.
 
 
 @gluon.jit
 def wait_for_products(WHO: gl.constexpr):
-    gl.inline_asm_elementwise(
-        "bar.sync $1, 256; mov.u32 $0, $1;", "=r,r", [8 + WHO], gl.int32, is_pure=False, pack=1
-    )
+    wait_at(8 + WHO)
 
 
 @gluon.jit
 def pass_products_on(WHO: gl.constexpr, CONSUMERS: gl.constexpr):
-    NEXT: gl.constexpr = 8 + (WHO + 1) % CONSUMERS
-    gl.inline_asm_elementwise(
-        "bar.arrive $1, 256; mov.u32 $0, $1;", "=r,r", [NEXT], gl.int32, is_pure=False, pack=1
-    )
+    come_to(8 + (WHO + 1) % CONSUMERS)
 
 
 # -- kv tiles ----------------------------------------------------------------------------------
@@ -280,10 +295,8 @@ def wait_until_read(PENDING: gl.constexpr):
 
 @gluon.jit
 def meet():
-    """Wait for the other consumer, at a named barrier that Triton leaves free."""
-    gl.inline_asm_elementwise(
-        "bar.sync $1, 256; mov.u32 $0, $1;", "=r,r", [8], gl.int32, is_pure=False, pack=1
-    )
+    """Wait for the other consumer."""
+    wait_at(8)
 
 
 # Consumers leave ds for each other, each in turns at two named barriers: one may be most of a step
@@ -293,27 +306,13 @@ def meet():
 @gluon.jit
 def pass_ds_on(WHO: gl.constexpr, step):
     """Say that this consumer's ds of a step is there, and that dq of the step before is done."""
-    gl.inline_asm_elementwise(
-        "bar.arrive $1, 256; mov.u32 $0, $1;",
-        "=r,r",
-        [9 + WHO + step % 2 * 2],
-        gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    come_to(9 + WHO + step % 2 * 2)
 
 
 @gluon.jit
 def wait_for_ds(WHO: gl.constexpr, step):
     """Wait for the other consumer's."""
-    gl.inline_asm_elementwise(
-        "bar.sync $1, 256; mov.u32 $0, $1;",
-        "=r,r",
-        [10 - WHO + step % 2 * 2],
-        gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    wait_at(10 - WHO + step % 2 * 2)
 
 
 @gluon.jit
