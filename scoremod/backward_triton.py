@@ -299,10 +299,17 @@ def _options_of(call: Call, kernel: str) -> Options:
 
 def options_for(kernel: str, program: Typed, chosen: Options, *, long: bool) -> Options:
     """The options of one kernel; `long` for more than a few queries."""
+    if kernel == DQ:
+        return chosen
     if kernel == DKDV:
         stored = chosen.blocks or (long and not program.query_half_lines)
-        return replace(chosen, stored=stored)
-    return chosen if kernel == DQ else replace(chosen, stored=False, blocks=False, coarse=False)
+        return _with_structure(chosen, stored, chosen.blocks, chosen.coarse)
+    return _with_structure(chosen, False, False, False)
+
+
+@functools.lru_cache(maxsize=256)
+def _with_structure(chosen: Options, stored: bool, blocks: bool, coarse: bool) -> Options:
+    return replace(chosen, stored=stored, blocks=blocks, coarse=coarse)
 
 
 # -- kernels -----------------------------------------------------------------------------------
