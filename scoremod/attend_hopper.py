@@ -6,7 +6,6 @@ Everything else is the portable backend's; `unsupported` says why, in words for 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from .plan_triton import Options
 from .ready import stored
 from .render import render
 from .target import Target
+from .tuned import keep, noted
 
 ARCH = "90"
 TILE = 128  # queries and keys of the largest tile that a user's blocks have to hold
@@ -232,24 +232,22 @@ def tuned(program: Typed, chosen: Options, target: Target) -> Config | None:
 
 
 def tuning(program: Typed, chosen: Options, target: Target) -> dict[str, Any] | None:
-    """What `bench --tune` noted. A bundle brings the kernels it was built with."""
-    return None if program.bundle else CACHE.note(_tuning_key(program, chosen, target))
+    """What `bench --tune` noted."""
+    return noted(program, _without_residual(program, chosen), target)
 
 
 def keep_tuned(
     program: Typed, chosen: Options, target: Target, config: Config, measured: dict[str, Any]
 ) -> None:
     """Note the best configuration for calls from now on, in other processes too."""
-    fields = {"config": dataclasses.asdict(config), **measured}
-    CACHE.put_note(_tuning_key(program, chosen, target), fields)
+    keep(_without_residual(program, chosen), target, config, measured)
     _READY.clear()
     _REFUSED.clear()
 
 
-def _tuning_key(program: Typed, chosen: Options, target: Target) -> str:
-    # The same with and without a residual.
-    chosen = replace(chosen, keeps_residual=False)
-    return key("tuned", fingerprint(), forward_key(program, chosen), target)
+def _without_residual(program: Typed, chosen: Options) -> tuple[object, ...]:
+    """What is noted for calls with and without a residual."""
+    return forward_key(program, replace(chosen, keeps_residual=False))
 
 
 # -- the call ----------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from .errors import BackendUnavailable, KernelMissing
 from .gradients import Gradients, Result, Wanted
 from .inputs import Inputs, empty_like_q, shared_values
 from .ir.capture import Kind
+from .launch import device as gpu
 from .passes.patterns import Pattern, Read
 from .plan import Typed
 from .plan_hopper import padded
@@ -41,8 +42,10 @@ from .plan_hopper_backward import (
     MAIN,
     RANKS,
     ROWS,
+    BackwardConfig,
     HopperBackwardPlan,
     SmallPlan,
+    config_of,
     configs_of,
     finish_plan,
     hopper_backward_plan,
@@ -56,6 +59,7 @@ from .ready import Interpreted, Ready, ready
 from .render import render
 from .structure import Sizes, Stored, differing
 from .target import INTERPRETER, Target
+from .tuned import keep, noted
 
 Tensor = torch.Tensor
 
@@ -178,12 +182,12 @@ def kernels_of(call: Call) -> Kernels | None:
         *given.values(),
     )
     if what not in _KERNELS:
-        _KERNELS[what] = None if refusal(call) else _all_kernels(call)
+        _KERNELS[what] = None if refusal(call) else around(call, main(call))
     return _KERNELS[what]
 
 
-def _all_kernels(call: Call) -> Kernels:
-    made = main(call)
+def around(call: Call, made: Ready) -> Kernels:
+    """A main kernel, and those before and after it."""
     return Kernels(
         options_of(call),
         rows_kernel(call, made.block_m),
@@ -211,6 +215,8 @@ def known_refusal(program: Typed, chosen: Options, target: Target) -> str:
     chosen = of_options(program, chosen)
     if program.bundle:
         return _why_none(lambda: found(program, chosen, target))
+    if tuned(program, chosen, target) is not None:
+        return ""
     note = CACHE.note(_refusal_key(program, chosen, target))
     return "" if note is None else str(note.get("reason")).partition("\n")[0]
 
@@ -252,10 +258,14 @@ def main(call: Call) -> Ready:
     """The kernel of dq, dk and dv."""
     program, chosen = call.program, options_of(call)
 
-    def build(target: Target) -> Kernel:
-        return compile_unless_refused(program, chosen, target)
+    best = None
+    if call.device.type == "cuda":
+        best = tuned(program, chosen, gpu(call.device.index))
 
-    what = backward_key(program, chosen)
+    def build(target: Target) -> Kernel:
+        return compile_unless_refused(program, chosen, target, best)
+
+    what = backward_key(program, chosen, best)
     return ready(what, call.device, build, _not_interpreted, program.bundle)
 
 
@@ -263,25 +273,30 @@ def _not_interpreted() -> Interpreted:
     raise BackendUnavailable("Triton's interpreter does not run the Hopper backward")
 
 
-def backward_key(program: Typed, chosen: Options) -> tuple[object, ...]:
-    """What decides the main kernel."""
-    return ("hopper_bwd", program.canonical, chosen)
+def backward_key(
+    program: Typed, chosen: Options, best: BackwardConfig | None = None
+) -> tuple[object, ...]:
+    """What decides the main kernel; `best` is the configuration that was measured to be."""
+    what = ("hopper_bwd", program.canonical, chosen)
+    return what if best is None else (*what, best)
 
 
 def found(program: Typed, chosen: Options, target: Target) -> Kernel | None:
     """The main kernel, if it was compiled before; a bundle has it, or says why not."""
-    what = backward_key(program, chosen)
+    what = backward_key(program, chosen, tuned(program, chosen, target))
     if program.bundle:
         return loaded(program.bundle).kernel(what, target)
     return CACHE.find(key(fingerprint(), what, target))
 
 
-def compile_unless_refused(program: Typed, chosen: Options, target: Target) -> Kernel:
+def compile_unless_refused(
+    program: Typed, chosen: Options, target: Target, best: BackwardConfig | None = None
+) -> Kernel:
     """The main kernel; a refusal takes a minute of assembling, and is kept beside the kernels."""
     if reason := known_refusal(program, chosen, target):
         raise Refused(reason, hint="the portable backward runs it")
     try:
-        return compile_backward(program, chosen, target)
+        return compile_backward(program, chosen, target, best)
     except Refused as error:
         with contextlib.suppress(OSError):
             note = _refusal_key(program, of_options(program, chosen), target)
@@ -289,10 +304,12 @@ def compile_unless_refused(program: Typed, chosen: Options, target: Target) -> K
         raise
 
 
-def compile_backward(program: Typed, chosen: Options, target: Target) -> Kernel:
+def compile_backward(
+    program: Typed, chosen: Options, target: Target, best: BackwardConfig | None = None
+) -> Kernel:
     """Compile the first configuration that the assembler takes as it was meant."""
     notes: list[str] = []
-    for plan in plans(program, chosen, target):
+    for plan in plans(program, chosen, target, best):
         kernel, complaint = compile_plan(plan, source(plan))
         notes.append(f"{plan.config}: {complaint or 'taken'}")
         if not complaint:
@@ -303,9 +320,13 @@ def compile_backward(program: Typed, chosen: Options, target: Target) -> Kernel:
     )
 
 
-def plans(program: Typed, chosen: Options, target: Target) -> list[HopperBackwardPlan]:
+def plans(
+    program: Typed, chosen: Options, target: Target, best: BackwardConfig | None = None
+) -> list[HopperBackwardPlan]:
     """The plans to try, the best first."""
-    return [hopper_backward_plan(program, chosen, target, c) for c in configs_of(program, chosen)]
+    known = configs_of(program, chosen)
+    configs = known if best is None else tuple(dict.fromkeys((best, *known)))
+    return [hopper_backward_plan(program, chosen, target, config) for config in configs]
 
 
 def source(plan: HopperBackwardPlan) -> str:
@@ -318,13 +339,39 @@ def sources(program: Typed, chosen: Options, target: Target) -> list[str]:
 
     Of the main one the configuration that was compiled, else the one that is tried first.
     """
-    tried = plans(program, chosen, target)
+    tried = plans(program, chosen, target, tuned(program, chosen, target))
     kernel = found(program, chosen, target)
     plan = tried[len(kernel.notes) - 1 if kernel is not None else 0]
     block_m = plan.config.block_m
     first = rows_plan(chosen, target, block_m, has_grad_lse=False)
     last = finish_plan(chosen, target, block_m, plan.dq_columns)
     return [small_source(first), source(plan), small_source(last)]
+
+
+# -- configurations that were measured ---------------------------------------------------------
+
+
+def tuned(program: Typed, chosen: Options, target: Target) -> BackwardConfig | None:
+    """The configuration that `bench --tune-backward` noted for a main kernel, if it did."""
+    note = tuning(program, chosen, target)
+    return None if note is None else config_of(note.get("config"), configs_of(program, chosen))
+
+
+def tuning(program: Typed, chosen: Options, target: Target) -> dict[str, Any] | None:
+    """What `bench --tune-backward` noted."""
+    return noted(program, backward_key(program, chosen), target)
+
+
+def keep_tuned(
+    program: Typed,
+    chosen: Options,
+    target: Target,
+    config: BackwardConfig,
+    measured: dict[str, Any],
+) -> None:
+    """Note the best configuration for calls from now on, in other processes too."""
+    keep(backward_key(program, chosen), target, config, measured)
+    _KERNELS.clear()
 
 
 # -- the kernels before and after --------------------------------------------------------------

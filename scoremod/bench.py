@@ -348,7 +348,7 @@ class Candidate:
     """One way to compute the case."""
 
     name: str
-    call: Callable[[], Tensor] | None = None
+    call: Callable[[], Tensor | tuple[Tensor, ...]] | None = None
     block_mask: Callable[[], object] | None = None
     first_s: float | None = None
     error: float | None = None
@@ -393,16 +393,22 @@ def compare(candidates: Sequence[Candidate], dtype: torch.dtype) -> None:
     """Each candidate's distance from ours, the first; what is too far is not timed."""
     ours = candidates[0]
     assert ours.call is not None
-    wanted = ours.call().float()
+    wanted = _in_one(ours.call())
     norm = wanted.norm().item()
     for peer in candidates[1:]:
         if peer.call is None:
             continue
-        distance = (peer.call().float() - wanted).norm().item()
+        distance = (_in_one(peer.call()) - wanted).norm().item()
         peer.error = distance / norm if norm else distance
         # Not `>`: nan never passes.
         if not peer.error <= TOLERANCE[dtype]:
             peer.call, peer.note = None, f"differs from ours by {peer.error:.1e}: not timed"
+
+
+def _in_one(answer: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """All numbers of an answer."""
+    parts = answer if isinstance(answer, tuple) else (answer,)
+    return torch.cat([x.float().flatten() for x in parts])
 
 
 def race(candidates: Sequence[Candidate], rig: Rig, rounds: int) -> None:

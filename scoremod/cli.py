@@ -585,14 +585,21 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 @_file
 @bench.options
 @click.option("--tune", "tuned", is_flag=True, help="First keep the best Hopper configuration.")
+@click.option("--tune-backward", is_flag=True, help="First keep the best of the backward.")
 @_set
 @_json
 def bench_(
-    variant: Variant, settings: tuple[tuple[str, Any], ...], as_json: bool, tuned: bool, **how: Any
+    variant: Variant,
+    settings: tuple[tuple[str, Any], ...],
+    as_json: bool,
+    tuned: bool,
+    tune_backward: bool,
+    **how: Any,
 ) -> None:
     """Time the variant beside FlexAttention and SDPA on this GPU, interleaved."""
-    if tuned:
-        found = tune.from_options(variant, dict(settings), how)
+    asked: dict[tune.Phase, bool] = {"fwd": tuned, "bwd": tune_backward}
+    for phase in (phase for phase, wanted in asked.items() if wanted):
+        found = tune.from_options(variant, dict(settings), how, phase)
         click.echo(str(found), err=as_json)
     result = bench.from_options(variant, dict(settings), how)
     emit(result.json() if as_json else str(result))

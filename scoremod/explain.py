@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from . import attend_cpu, attend_hopper, attend_triton, backward_hopper
 from .analysis.reasons import explain_atoms
@@ -104,10 +106,14 @@ def _hopper(program: Typed, chosen: Options, target: Target) -> list[str]:
     )
     lines = explain_hopper(plans[len(kernel.notes) - 1 if kernel is not None else 0])
     if note is not None:
-        lines.append(f"  tuned    by `bench --tune` for {note.get('shape')} on {note.get('gpu')}")
+        lines.append(_tuned("bench --tune", note))
     if kernel is None:
         return [*lines, "  tried    nothing so far: it is compiled at the first call"]
     return lines + [f"  tried    {note}" for note in kernel.notes]
+
+
+def _tuned(command: str, note: Mapping[str, Any]) -> str:
+    return f"  tuned    by `{command}` for {note.get('shape')} on {note.get('gpu')}"
 
 
 def _hopper_backward(program: Typed, chosen: Options, target: Target, unfit: str) -> list[str]:
@@ -116,9 +122,14 @@ def _hopper_backward(program: Typed, chosen: Options, target: Target, unfit: str
         return [f"  backward portable: {reason}"]
     chosen = backward_hopper.of_options(program, chosen)
     kernel = backward_hopper.found(program, chosen, target)
-    plans = backward_hopper.plans(program, chosen, target)
+    note = backward_hopper.tuning(program, chosen, target)
+    plans = backward_hopper.plans(
+        program, chosen, target, backward_hopper.tuned(program, chosen, target)
+    )
     plan = plans[len(kernel.notes) - 1 if kernel is not None else 0]
     lines = [f"  backward dq, dk and dv in one kernel: {plan.config}"]
+    if note is not None:
+        lines.append(_tuned("bench --tune-backward", note))
     if chosen.deterministic:
         lines.append("  dq       the same bits in each run: kv tiles add to it in turns")
     learned = backward_hopper.unlearned(backward_hopper.possible_reads(program, chosen))

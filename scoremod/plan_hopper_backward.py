@@ -7,7 +7,10 @@ assembler takes as it was meant is used.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .analysis.ranges import solve
 from .ir.expr import ONE
@@ -106,6 +109,26 @@ CONFIGS: dict[tuple[int, bool], tuple[BackwardConfig, ...]] = {
         replace(_SINGLE, early_scores=False),
     ),
 }
+
+
+# Single changes of a configuration of one half that `bench --tune-backward` tries.
+CHANGES: tuple[Callable[[BackwardConfig], BackwardConfig], ...] = (
+    lambda c: replace(c, late_dq=not c.late_dq),
+    lambda c: replace(c, masked_in_turn=not c.masked_in_turn),
+    lambda c: replace(c, late_dq=not c.late_dq, masked_in_turn=not c.masked_in_turn),
+)
+
+
+def neighbours(configs: tuple[BackwardConfig, ...]) -> tuple[BackwardConfig, ...]:
+    """Configurations, and changes of the first where it has one half."""
+    first = configs[0]
+    changed = [change(first) for change in CHANGES if first.block_m == HALF]
+    return tuple(dict.fromkeys((*configs, *changed)))
+
+
+def config_of(fields: Any, configs: tuple[BackwardConfig, ...]) -> BackwardConfig | None:
+    """The neighbour that plain values, which may be anything, describe; None for none."""
+    return next((c for c in neighbours(configs) if dataclasses.asdict(c) == fields), None)
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,12 @@ def ready(
 def _on_gpu(
     what: tuple[object, ...], device: torch.device, build: Callable[[Target], Kernel], bundle: str
 ) -> Ready:
-    target = gpu(device.index)
-    launching = launcher(kernel := stored(what, target, build, bundle))
+    return ready_kernel(stored(what, gpu(device.index), build, bundle), device)
+
+
+def ready_kernel(kernel: Kernel, device: torch.device) -> Ready:
+    """A compiled kernel with its launcher."""
+    launching = launcher(kernel)
 
     def run(grid: int, values: Sequence[Any]) -> None:
         launching.launch((grid, 1, 1), current_stream(device.index), values)

@@ -1,6 +1,7 @@
-"""Try configurations of the Hopper forward on this GPU, and keep the fastest for later calls.
+"""Try configurations of Hopper's kernels on this GPU, and keep the fastest for later calls.
 
     print(tune(alibi & causal, shape=(2, 16, 16, 8192, 8192, 128, 128)))
+    print(tune(alibi & causal, shape=(2, 16, 16, 8192, 8192, 128, 128), phase="bwd"))
 
 All take turns in one process, as `bench` has it, and are compared with the first. What was found is
 noted beside the cache of kernels, for this version of scoremod and of Triton; `explain` names it.
@@ -12,17 +13,18 @@ import io
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from . import attend_hopper
+from . import attend_hopper, backward_hopper, backward_triton
 from .api import Variant
-from .attend_hopper import Ready, ready_of
-from .backends.compile_hopper import compile_plan
+from .attention import attend, choose_backend
+from .backends import compile_hopper, compile_hopper_backward
+from .backends.compile_triton import Kernel
 from .bench import (
     TOLERANCE,
     Candidate,
@@ -39,12 +41,19 @@ from .binding import DTYPE_OF
 from .cache import CACHE, fingerprint, key
 from .draw import Shape
 from .errors import BackendUnavailable, InputMismatch
+from .gradients import Result, Wanted
 from .inputs import Inputs, check_inputs
 from .launch import device as gpu
 from .plan_hopper import Config, HopperPlan, configs_of, hopper_plan, neighbours
-from .plan_triton import Options
+from .plan_hopper_backward import BackwardConfig, HopperBackwardPlan, hopper_backward_plan
+from .plan_hopper_backward import configs_of as backward_configs_of
+from .plan_hopper_backward import neighbours as backward_neighbours
+from .ready import ready_kernel
 from .sources import element
 from .target import Target
+
+Phase = Literal["fwd", "bwd"]
+Answers = Callable[[], tuple[torch.Tensor, ...]]
 
 # What tiles, barriers and numbers take besides `HopperPlan.shared`.
 ROOM = 4096
@@ -54,7 +63,7 @@ ROOM = 4096
 class Tried:
     """A configuration: its median time, or why there is none."""
 
-    config: Config
+    config: Config | BackwardConfig
     ms: float | None
     note: str
 
@@ -64,14 +73,16 @@ class Tuning:
     """What was tried for a call, and the best, which calls take from now on."""
 
     variant: str
+    phase: Phase
     shape: Shape
     dtype: str
     tried: tuple[Tried, ...]
-    best: Config
+    best: Config | BackwardConfig
     machine: Mapping[str, Any]
 
     def __str__(self) -> str:
-        title = Text(f"{self.variant}, {self.shape} {self.dtype}, {self.machine['gpu']}")
+        words = [self.variant, f"{self.shape} {self.dtype}", str(self.machine["gpu"])]
+        title = Text(", ".join([*words, "backward"] if self.phase == "bwd" else words))
         table = Table(title=title, caption=Text(f"kept: {self.best}"), caption_justify="left")
         for head in ("configuration", "ms", ""):
             table.add_column(head, justify="right" if head == "ms" else "left")
@@ -90,28 +101,134 @@ def tune(
     captures: Mapping[str, Any] | None = None,
     rounds: int = 5,
     seed: int = 0,
+    phase: Phase = "fwd",
 ) -> Tuning:
-    """Find the fastest configuration of the Hopper forward for a call, and keep it."""
+    """Find the fastest configuration of Hopper's kernel for a call, and keep it.
+
+    `phase="bwd"` looks at the kernel of dq, dk and dv, with what runs before and after it.
+    """
+    if phase not in PHASES:
+        raise InputMismatch(f"phase must be 'fwd' or 'bwd', not {phase!r}")
     if len(shape) != len(Shape._fields):
         raise InputMismatch(f"shape must be ({', '.join(Shape._fields)}), not {tuple(shape)}")
     rig, wanted = gpu_rig(), DTYPE_OF[element(dtype)]
     if wanted not in TOLERANCE:
         raise InputMismatch(f"tune takes f16 and bf16, not {dtype}")
     case = prepare(variant, Shape(*shape), wanted, captures or {}, rig.device, seed)
-    return measure(case, rig, rounds, gpu(case.q.device.index), machine())
+    return measure(PHASES[phase](case), case, rig, rounds, gpu(case.q.device.index), machine())
+
+
+class Tunable(Protocol):
+    """A kernel of a call, whose configurations are to be tried."""
+
+    phase: Phase
+
+    @property
+    def reason(self) -> str:
+        """Why there is nothing to tune; "" for no reason."""
+
+    def plans(self, target: Target) -> Sequence[HopperPlan | HopperBackwardPlan]:
+        """A plan for each configuration."""
+
+    def compile(self, plan: Any) -> tuple[Kernel, str]:
+        """Its kernel, and what is wrong with it."""
+
+    def key(self, plan: Any) -> tuple[object, ...]:
+        """What the cache has the kernel under where its configuration is the best."""
+
+    def call(self, kernel: Kernel) -> Answers:
+        """The call, with this kernel."""
+
+    def keep(self, target: Target, config: Any, measured: dict[str, Any]) -> None:
+        """Note the best."""
+
+
+class Forward:
+    """The forward of a call."""
+
+    phase: Phase = "fwd"
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.inputs = case, _inputs(case)
+        self.options = attend_hopper.options(case.program, self.inputs, case.bound)
+
+    @property
+    def reason(self) -> str:
+        return attend_hopper.unsupported(self.case.program, self.inputs)
+
+    def plans(self, target: Target) -> list[HopperPlan]:
+        program, chosen = self.case.program, self.options
+        configs = neighbours(configs_of(program, chosen))
+        return [hopper_plan(program, chosen, target, config) for config in configs]
+
+    def compile(self, plan: HopperPlan) -> tuple[Kernel, str]:
+        return compile_hopper.compile_plan(plan, attend_hopper.source(plan))
+
+    def key(self, plan: HopperPlan) -> tuple[object, ...]:
+        return attend_hopper.forward_key(self.case.program, self.options, plan.config)
+
+    def call(self, kernel: Kernel) -> Answers:
+        ready, case = attend_hopper.ready_of(kernel), self.case
+
+        return lambda: (
+            attend_hopper.run(ready, case.program, self.options, self.inputs, case.bound).out,
+        )
+
+    def keep(self, target: Target, config: Config, measured: dict[str, Any]) -> None:
+        attend_hopper.keep_tuned(self.case.program, self.options, target, config, measured)
+
+
+class Backward:
+    """The backward of a call, from one forward."""
+
+    phase: Phase = "bwd"
+
+    def __init__(self, case: Case) -> None:
+        self.case, inputs = case, _inputs(case)
+        with torch.no_grad():
+            backend, _ = choose_backend(case.program, inputs, case.bound, case.backend)
+            out, lse, _ = attend(case.program, inputs, case.bound, backend)
+        result = Result(out, lse, torch.randn_like(out), None)
+        wanted = Wanted(True, True, True)
+        self.of = backward_triton.call_of(case.program, inputs, case.bound, result, wanted)
+        self.options = backward_hopper.options_of(self.of)
+
+    @property
+    def reason(self) -> str:
+        return backward_hopper.unfit(self.case.program, self.of.inputs)
+
+    def plans(self, target: Target) -> list[HopperBackwardPlan]:
+        program, chosen = self.case.program, self.options
+        configs = backward_neighbours(backward_configs_of(program, chosen))
+        return [hopper_backward_plan(program, chosen, target, config) for config in configs]
+
+    def compile(self, plan: HopperBackwardPlan) -> tuple[Kernel, str]:
+        return compile_hopper_backward.compile_plan(plan, backward_hopper.source(plan))
+
+    def key(self, plan: HopperBackwardPlan) -> tuple[object, ...]:
+        return backward_hopper.backward_key(self.case.program, self.options, plan.config)
+
+    def call(self, kernel: Kernel) -> Answers:
+        kernels = backward_hopper.around(self.of, ready_kernel(kernel, self.of.device))
+
+        return lambda: backward_hopper.tensor_gradients(self.of, kernels)
+
+    def keep(self, target: Target, config: BackwardConfig, measured: dict[str, Any]) -> None:
+        backward_hopper.keep_tuned(self.case.program, self.options, target, config, measured)
+
+
+PHASES: dict[str, Callable[[Case], Tunable]] = {"fwd": Forward, "bwd": Backward}
 
 
 @torch.no_grad()
 def measure(
-    case: Case, rig: Rig, rounds: int, target: Target, made_by: Mapping[str, Any]
+    tuned: Tunable, case: Case, rig: Rig, rounds: int, target: Target, made_by: Mapping[str, Any]
 ) -> Tuning:
     """Compile, compare and time every configuration; note the fastest."""
-    inputs = _inputs(case)
-    reason = attend_hopper.unsupported(case.program, inputs)
-    if reason:
+    if reason := tuned.reason:
         raise BackendUnavailable(f"there is nothing to tune for this call: {reason}")
-    chosen = attend_hopper.options(case.program, inputs, case.bound)
-    made = {p.config: _candidate(p, case, chosen, inputs) for p in plans(case, chosen, target)}
+    fitting = (p for p in tuned.plans(target) if p.shared + ROOM <= target.shared)
+    made = {plan.config: _candidate(tuned, plan) for plan in fitting}
     # The first that compiles is what the others are compared with.
     runners = [one for one in made.values() if one.call is not None]
     if not runners:
@@ -128,20 +245,13 @@ def measure(
         "date": made_by["date"],
         "ms": {str(one.config): one.ms for one in tried},
     }
-    attend_hopper.keep_tuned(case.program, chosen, target, best.config, measured)
+    tuned.keep(target, best.config, measured)
     case.variant._warm.clear()  # recorded calls hold the kernel of before
-    return Tuning(case.variant.name, case.shape, dtype, tried, best.config, made_by)
+    return Tuning(case.variant.name, tuned.phase, case.shape, dtype, tried, best.config, made_by)
 
 
 def _median(made: Candidate) -> float | None:
     return statistics.median(made.rounds_ms) if made.rounds_ms else None
-
-
-def plans(case: Case, chosen: Options, target: Target) -> list[HopperPlan]:
-    """A plan for each configuration that fits the multiprocessor."""
-    configs = neighbours(configs_of(case.program, chosen))
-    made = (hopper_plan(case.program, chosen, target, config) for config in configs)
-    return [plan for plan in made if plan.shared + ROOM <= target.shared]
 
 
 def _inputs(case: Case) -> Inputs:
@@ -151,33 +261,26 @@ def _inputs(case: Case) -> Inputs:
     return replace(inputs, tiles=case.tiles)
 
 
-def _candidate(plan: HopperPlan, case: Case, chosen: Options, inputs: Inputs) -> Candidate:
+def _candidate(tuned: Tunable, plan: HopperPlan | HopperBackwardPlan) -> Candidate:
     """A configuration's kernel, compiled; one that the assembler spoils is not timed."""
     try:
-        kernel, complaint = compile_plan(plan, attend_hopper.source(plan))
+        kernel, complaint = tuned.compile(plan)
     except BackendUnavailable as error:
         return Candidate(str(plan.config), note=error.message.partition("\n")[0])
     made = Candidate(str(plan.config), note=complaint)
     if not complaint:
         kernel = replace(kernel, notes=(f"{plan.config}: taken",))
-        what = attend_hopper.forward_key(case.program, chosen, plan.config)
-        CACHE.get_or_compile(key(fingerprint(), what, plan.target), lambda: kernel)
-        made.call = _call(ready_of(kernel), case, chosen, inputs)
+        CACHE.get_or_compile(key(fingerprint(), tuned.key(plan), plan.target), lambda: kernel)
+        made.call = tuned.call(kernel)
     return made
-
-
-def _call(ready: Ready, case: Case, chosen: Options, inputs: Inputs) -> Callable[[], torch.Tensor]:
-    def call() -> torch.Tensor:
-        out, *_ = attend_hopper.run(ready, case.program, chosen, inputs, case.bound)
-        return out
-
-    return call
 
 
 # -- the command line --------------------------------------------------------------------------
 
 
-def from_options(variant: Variant, captures: Mapping[str, Any], how: Mapping[str, Any]) -> Tuning:
+def from_options(
+    variant: Variant, captures: Mapping[str, Any], how: Mapping[str, Any], phase: Phase = "fwd"
+) -> Tuning:
     """`tune` by the words of `bench` on the command line."""
     shape, words = shape_of(how), {name: how[name] for name in ("dtype", "rounds")}
-    return tune(variant, shape=shape, captures=captures, **words)
+    return tune(variant, shape=shape, captures=captures, phase=phase, **words)

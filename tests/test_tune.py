@@ -12,10 +12,15 @@ import pytest
 import torch
 from test_launch import kernel
 
-from scoremod import attend_hopper, cache, explain, tune, variants
+from scoremod import attend_hopper, backward_hopper, cache, explain, tune, variants
 from scoremod.bench import Case, Rig, Shape, prepare
-from scoremod.errors import BackendUnavailable
+from scoremod.errors import BackendUnavailable, InputMismatch
+from scoremod.gradients import Answer
 from scoremod.plan_hopper import CONFIGS, Config, config_of, neighbours
+from scoremod.plan_hopper_backward import CONFIGS as BACKWARD_CONFIGS
+from scoremod.plan_hopper_backward import BackwardConfig
+from scoremod.plan_hopper_backward import config_of as backward_config_of
+from scoremod.plan_hopper_backward import neighbours as backward_neighbours
 from scoremod.plan_triton import Options
 from scoremod.target import parse_target
 
@@ -139,8 +144,8 @@ class Fake:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: Callable[[str], float]) -> None:
         self.running, self.times = "", times
-        monkeypatch.setattr(tune, "compile_plan", self.compile)
-        monkeypatch.setattr(tune, "ready_of", lambda made: made)
+        monkeypatch.setattr(tune.compile_hopper, "compile_plan", self.compile)
+        monkeypatch.setattr(attend_hopper, "ready_of", lambda made: made)
         monkeypatch.setattr(attend_hopper, "run", self.run)
         monkeypatch.setattr(attend_hopper, "unsupported", lambda program, inputs: "")
 
@@ -150,7 +155,8 @@ class Fake:
     def run(self, ready: Any, program: Any, options: Any, inputs: Any, bound: Any) -> Any:
         self.running = ready.notes[0].removesuffix(": taken")
         wrong = "ping-pong" not in self.running
-        return torch.full_like(inputs.q, 2.0 if wrong else 1.0), None
+        out = torch.full_like(inputs.q, 2.0 if wrong else 1.0)
+        return Answer(out, out[..., 0])
 
     def elapsed(self, call: Callable[[], object], repeats: int) -> float:
         call()
@@ -163,7 +169,7 @@ class Fake:
 
 def test_the_fastest_that_is_right_is_kept(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Fake(monkeypatch, lambda name: 1.0 if "4 stages" in name or "ping" not in name else 2.0)
-    found = tune.measure(case, fake.rig, 3, H200, MACHINE)
+    found = tune.measure(tune.Forward(case), case, fake.rig, 3, H200, MACHINE)
     assert found.best == replace(TABLE[0], stages=4) == kept(case)
     notes = {one.config: one.note for one in found.tried}
     assert notes[TABLE[1]] == "spilled"
@@ -173,12 +179,93 @@ def test_the_fastest_that_is_right_is_kept(case: Case, monkeypatch: pytest.Monke
 
 def test_nothing_to_tune_is_an_error(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Fake(monkeypatch, lambda name: 1.0)
-    monkeypatch.setattr(tune, "compile_plan", lambda plan, text: (kernel(), "spilled"))
+    monkeypatch.setattr(
+        tune.compile_hopper, "compile_plan", lambda plan, text: (kernel(), "spilled")
+    )
     with pytest.raises(BackendUnavailable, match=r"no configuration of `causal` compiles: .*spill"):
-        tune.measure(case, fake.rig, 1, H200, MACHINE)
+        tune.measure(tune.Forward(case), case, fake.rig, 1, H200, MACHINE)
     monkeypatch.setattr(attend_hopper, "unsupported", lambda program, inputs: "it is not bf16")
     with pytest.raises(BackendUnavailable, match="nothing to tune for this call: it is not bf16"):
-        tune.measure(case, fake.rig, 1, H200, MACHINE)
+        tune.measure(tune.Forward(case), case, fake.rig, 1, H200, MACHINE)
+
+
+# -- the backward ------------------------------------------------------------------------------
+
+BACKWARD = BACKWARD_CONFIGS[128, True]
+LATE = replace(BACKWARD[0], late_dq=True)
+
+
+@pytest.fixture
+def scored() -> Case:
+    """A call with a score, whose configurations keep dq in its own step."""
+    shape = Shape(1, 2, 2, 64, 64, 128, 128)
+    return prepare(variants.softcap & variants.causal, shape, torch.bfloat16, {}, "cpu")
+
+
+def best_backward(case: Case) -> BackwardConfig | None:
+    chosen = backward_hopper.of_options(case.program, Options("bf16", 128, 128))
+    return backward_hopper.tuned(case.program, chosen, H200)
+
+
+def test_backwards_are_tried_beside_their_table() -> None:
+    found = backward_neighbours(BACKWARD)
+    assert found[: len(BACKWARD)] == BACKWARD and LATE in found
+    assert backward_config_of(asdict(LATE), BACKWARD) == LATE
+    for other in (None, {}, asdict(replace(LATE, block_m=128)), {**asdict(LATE), "x": 1}):
+        assert backward_config_of(other, BACKWARD) is None
+    # Two halves have nothing to change.
+    assert backward_neighbours(BACKWARD_CONFIGS[64, True]) == BACKWARD_CONFIGS[64, True]
+
+
+def test_the_fastest_backward_is_kept(scored: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = []
+
+    def compile_plan(plan: Any, text: str) -> tuple[Any, str]:
+        return kernel(), "spilled" if plan.config == BACKWARD[1] else ""
+
+    def gradients(call: Any, ready: Any) -> tuple[torch.Tensor, ...]:
+        running[:] = ready.notes
+        # dv alone is wrong without early scores.
+        wrong = "scores early" not in running[0]
+        ones = torch.ones_like(call.inputs.q)
+        return ones, ones, ones * 3 if wrong else ones
+
+    def elapsed(call: Callable[[], object], repeats: int) -> float:
+        call()
+        return 1.0 if "dq late" in running[0] or "early" not in running[0] else 2.0
+
+    monkeypatch.setattr(tune.compile_hopper_backward, "compile_plan", compile_plan)
+    monkeypatch.setattr(tune, "ready_kernel", lambda made, device: made)
+    monkeypatch.setattr(backward_hopper, "around", lambda call, ready: ready)
+    monkeypatch.setattr(backward_hopper, "tensor_gradients", gradients)
+    rig = Rig("cpu", elapsed, lambda: None, lambda f: f)
+    assert best_backward(scored) is None
+    found = tune.measure(tune.Backward(scored), scored, rig, 3, H200, MACHINE)
+    assert found.best == LATE == best_backward(scored)
+    assert "backward" in str(found)
+    notes = {one.config: one.note for one in found.tried}
+    assert notes[BACKWARD[1]] == "spilled" and "differs from ours" in notes[BACKWARD[2]]
+    program, chosen = scored.program, Options("bf16", 128, 128)
+    lines = "\n".join(explain.explain_shape(program, chosen, H200))
+    assert f"in one kernel: {LATE}" in lines and "tuned    by `bench --tune-backward`" in lines
+    assert best_backward(replace(scored, program=replace(program, bundle="digest"))) is None
+    # What was refused before has a kernel now.
+    portable = backward_hopper.of_options(program, chosen)
+    note = backward_hopper._refusal_key(program, portable, H200)
+    cache.CACHE.put_note(note, {"reason": "spilled"})
+    assert backward_hopper.known_refusal(program, chosen, H200) == ""
+
+
+def test_there_may_be_no_hopper_backward_to_tune() -> None:
+    shape = Shape(1, 1, 1, 64, 64, 192, 192)
+    case = prepare(variants.causal, shape, torch.bfloat16, {}, "cpu")
+    with pytest.raises(BackendUnavailable, match=r"nothing to tune .* take more registers"):
+        tune.measure(tune.Backward(case), case, Rig("cpu", None, None, None), 1, H200, MACHINE)  # type: ignore[arg-type]
+
+
+def test_the_phase_is_checked() -> None:
+    with pytest.raises(InputMismatch, match=r"phase must be 'fwd' or 'bwd', not 'both'"):
+        tune.tune(variants.causal, shape=(1, 1, 1, 64, 64, 64, 64), phase="both")  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
