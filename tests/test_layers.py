@@ -23,7 +23,7 @@ LAYERS = """
     cache bundle launch
     binding
     inputs
-    gradients ready blocks draw
+    gradients ready blocks draw tuned
     structure
     tiles
     attend_cpu attend_triton attend_hopper
