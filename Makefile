@@ -62,13 +62,13 @@ docs: $(READY)
 		--disable-pip-version-check -c $(VENV)/constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Kernels of each kind under the newest release of Triton, in a folder of its own.
+# Kernels of each kind, of head dim 128, under the newest release of Triton in a folder of its own.
 compile-newest: $(READY)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade \
 		--target build/triton triton
 	PYTHONPATH=build/triton $(BIN)/pytest -q -n 2 tests/test_compile.py tests/test_hopper.py \
-		tests/test_hopper_backward.py -k "(six and not backwards) or \
-		(kernels_compile and (softcap or documents or window))"
+		tests/test_hopper_backward.py -k "(six and 128 and not backwards) or \
+		(kernels_compile and (softcap or documents or same))"
 
 fuzz-tiles: $(READY)
 	SCOREMOD_TILE_EXAMPLES=30000 $(BIN)/pytest -q tests/test_tiles.py -k test_proved_tiles_are_so

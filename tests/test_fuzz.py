@@ -23,9 +23,9 @@ from test_check import off_by
 from scoremod import attention
 
 FACTOR = int(os.environ.get("SCOREMOD_FUZZ", "1"))
-EXAMPLES = {"cpu": 150, "triton": 30}
+EXAMPLES = {"cpu": 100, "triton": 30}
 # Of gradients: Triton's interpreter takes about a second for each.
-GRADIENTS = {"cpu": 60, "triton": 5}
+GRADIENTS = {"cpu": 40, "triton": 5}
 
 
 @each_backend

@@ -46,7 +46,7 @@ def check_sound(mask: Expr, launch: Launch, dense: Array) -> Array:
 
 
 # `make fuzz-tiles` asks for a million tiles.
-EXAMPLES = int(os.environ.get("SCOREMOD_TILE_EXAMPLES", "2400"))
+EXAMPLES = int(os.environ.get("SCOREMOD_TILE_EXAMPLES", "1600"))
 
 
 @settings(max_examples=EXAMPLES)
@@ -140,7 +140,7 @@ def test_long_tables_are_kept_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None
 
 # -- tightness -------------------------------------------------------------------------------------
 
-LENGTHS = [(1024, 1024, 0), (1000, 1000, 0), (1537, 1537, 0), (1000, 1537, 537)]
+LENGTHS = [(1024, 1024, 0), (1000, 1000, 0), (1000, 1537, 537)]
 BLOCKS = [(128, 128), (64, 128), (128, 64)]
 # What the prototype found of empty and full tiles in short documents, in percent, if not all.
 SHARES = {("49", 40): 99.2, ("49", 150): 99.4, ("53", 150): 98.7}
