@@ -67,7 +67,7 @@ compile-newest: $(READY)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade \
 		--target build/triton triton
 	PYTHONPATH=build/triton $(BIN)/pytest -q -n 2 tests/test_compile.py tests/test_hopper.py \
-		tests/test_hopper_backward.py -k "(six and 128 and not backwards) or \
+		tests/test_hopper_backward.py -k "(six and 128) or \
 		(kernels_compile and (softcap or documents or same))"
 
 fuzz-tiles: $(READY)

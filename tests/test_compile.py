@@ -92,8 +92,8 @@ def test_six_kernels_compile_for_sm_90_without_spills(
 SPILLED = {DKDV: {64: 256, 128: 512}, DQ: {64: 0, 128: 8}}
 
 
-@pytest.mark.parametrize("name", SIX)
-def test_six_backwards_compile_for_sm_90(apart: Callable[..., Kernel], name: str) -> None:
+@pytest.mark.parametrize("name", ["causal", "softcap", "document"])
+def test_backwards_compile_for_sm_90(apart: Callable[..., Kernel], name: str) -> None:
     check_backward(apart(compile_backward_of, name, DKDV, 128), DKDV, 128)
 
 

@@ -23,7 +23,7 @@ from test_check import off_by
 from scoremod import attention
 
 FACTOR = int(os.environ.get("SCOREMOD_FUZZ", "1"))
-EXAMPLES = {"cpu": 100, "triton": 30}
+EXAMPLES = {"cpu": 100, "triton": 24}
 # Of gradients: Triton's interpreter takes about a second for each.
 GRADIENTS = {"cpu": 40, "triton": 5}
 
