@@ -62,7 +62,7 @@ docs: $(READY)
 		--disable-pip-version-check -c $(VENV)/constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Kernels of each kind, of head dim 128, under the newest release of Triton in a folder of its own.
+# Kernels of each kind under the newest release of Triton, in a folder of its own.
 compile-newest: $(READY)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade \
 		--target build/triton triton

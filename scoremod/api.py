@@ -443,16 +443,7 @@ class Variant:
             inputs = check_inputs(
                 q, k, v, scale=None, q_offset=0, kv_lens=None, precision=precision
             )
-            program, bound = self._bind(values, inputs.sizes, inputs.q.device)
-            known = self._type(program, bound)
-            if phase == "fwd":
-                return self._picture(values) + sources.of_call(known, inputs, bound, target)
-            if phase == "bwd" and target == "cpu":
-                float64 = inputs.q.dtype is torch.float64
-                return sources.of_cpu_backward(known, float64=float64, has_kv_lens=False)
-            chosen = attend_triton.options(known, inputs, bound)
-            of_phase = sources.of_backward if phase == "bwd" else sources.of_tiles
-            return of_phase(known, chosen, target)
+            return self._source_of_call(inputs, values, target, phase)
         if head_dim is None:
             raise InputMismatch("source needs q, k, v or head_dim=")
         given = {name: sources.element(e) for name, e in (captures or {}).items()}
@@ -475,6 +466,20 @@ class Variant:
             of_phase = sources.of_backward if phase == "bwd" else sources.of_tiles
             return of_phase(known, chosen, target)
         return self._picture({}) + sources.of_shape(known, **shape, target=target)
+
+    def _source_of_call(
+        self, inputs: Inputs, values: Mapping[str, Any], target: str, phase: str
+    ) -> str:
+        program, bound = self._bind(values, inputs.sizes, inputs.q.device)
+        known = self._type(program, bound)
+        if phase == "fwd":
+            return self._picture(values) + sources.of_call(known, inputs, bound, target)
+        if phase == "bwd" and target == "cpu":
+            float64 = inputs.q.dtype is torch.float64
+            return sources.of_cpu_backward(known, float64=float64, has_kv_lens=False)
+        chosen = attend_triton.options(known, inputs, bound)
+        of_phase = sources.of_backward if phase == "bwd" else sources.of_tiles
+        return of_phase(known, chosen, target)
 
     def _picture(self, values: Mapping[str, Any]) -> str:
         """A picture of the tiles of a small mask, as comments; empty where a value is missing."""

@@ -69,9 +69,8 @@ def backward(
 ) -> Gradients:
     """The gradients of a call whose forward ran on a Hopper GPU."""
     call = call_of(program, inputs, bound, result, wanted)
-    kernels = None
-    if not (unfit(program, inputs) or unlearned(call.reads)):
-        kernels = kernels_of(call)
+    fits = not (unfit(program, inputs) or unlearned(call.reads))
+    kernels = kernels_of(call) if fits else None
     if kernels is None:
         return backward_triton.backward(program, inputs, bound, result, wanted)
     with on_device(inputs.q), torch.no_grad():
@@ -256,17 +255,14 @@ def options_of(call: Call) -> Options:
 
 def main(call: Call) -> Ready:
     """The kernel of dq, dk and dv."""
-    program, chosen = call.program, options_of(call)
-
-    best = None
-    if call.device.type == "cuda":
-        best = tuned(program, chosen, gpu(call.device.index))
+    program, chosen, device = call.program, options_of(call), call.device
+    best = tuned(program, chosen, gpu(device.index)) if device.type == "cuda" else None
 
     def build(target: Target) -> Kernel:
         return compile_unless_refused(program, chosen, target, best)
 
     what = backward_key(program, chosen, best)
-    return ready(what, call.device, build, _not_interpreted, program.bundle)
+    return ready(what, device, build, _not_interpreted, program.bundle)
 
 
 def _not_interpreted() -> Interpreted:

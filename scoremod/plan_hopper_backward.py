@@ -273,12 +273,12 @@ class HopperBackwardPlan(TileReader):
     @property
     def said(self) -> int:
         """Numbers of tiles that are kept: dq is added up two or three steps behind the products."""
-        return (3 if self.late else 2) * STAGES
+        return (3 if self.config.late_dq else 2) * STAGES
 
     @property
     def dq_phase(self) -> str:
         """Of the barriers at which `add_up` waits for dq of a step."""
-        return "(step + 1) & 1" if self.late else "step & 1"
+        return "(step + 1) & 1" if self.config.late_dq else "step & 1"
 
     @property
     def kv_barriers(self) -> int:
@@ -293,11 +293,6 @@ class HopperBackwardPlan(TileReader):
     @property
     def pair(self) -> bool:
         return not self.single
-
-    @property
-    def late(self) -> bool:
-        """Whether dq of a tile is computed in the step after its own."""
-        return self.config.late_dq
 
     @property
     def scores_in_turn(self) -> bool:

@@ -115,13 +115,14 @@ def tune(
     if wanted not in TOLERANCE:
         raise InputMismatch(f"tune takes f16 and bf16, not {dtype}")
     case = prepare(variant, Shape(*shape), wanted, captures or {}, rig.device, seed)
-    return measure(PHASES[phase](case), case, rig, rounds, gpu(case.q.device.index), machine())
+    return measure(PHASES[phase](case), rig, rounds, gpu(case.q.device.index), machine())
 
 
 class Tunable(Protocol):
     """A kernel of a call, whose configurations are to be tried."""
 
     phase: Phase
+    case: Case
 
     @property
     def reason(self) -> str:
@@ -169,7 +170,6 @@ class Forward:
 
     def call(self, kernel: Kernel) -> Answers:
         ready, case = attend_hopper.ready_of(kernel), self.case
-
         return lambda: (
             attend_hopper.run(ready, case.program, self.options, self.inputs, case.bound).out,
         )
@@ -210,7 +210,6 @@ class Backward:
 
     def call(self, kernel: Kernel) -> Answers:
         kernels = backward_hopper.around(self.of, ready_kernel(kernel, self.of.device))
-
         return lambda: backward_hopper.tensor_gradients(self.of, kernels)
 
     def keep(self, target: Target, config: BackwardConfig, measured: dict[str, Any]) -> None:
@@ -222,9 +221,10 @@ PHASES: dict[str, Callable[[Case], Tunable]] = {"fwd": Forward, "bwd": Backward}
 
 @torch.no_grad()
 def measure(
-    tuned: Tunable, case: Case, rig: Rig, rounds: int, target: Target, made_by: Mapping[str, Any]
+    tuned: Tunable, rig: Rig, rounds: int, target: Target, made_by: Mapping[str, Any]
 ) -> Tuning:
     """Compile, compare and time every configuration; note the fastest."""
+    case = tuned.case
     if reason := tuned.reason:
         raise BackendUnavailable(f"there is nothing to tune for this call: {reason}")
     fitting = (p for p in tuned.plans(target) if p.shared + ROOM <= target.shared)

@@ -169,7 +169,7 @@ class Fake:
 
 def test_the_fastest_that_is_right_is_kept(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Fake(monkeypatch, lambda name: 1.0 if "4 stages" in name or "ping" not in name else 2.0)
-    found = tune.measure(tune.Forward(case), case, fake.rig, 3, H200, MACHINE)
+    found = tune.measure(tune.Forward(case), fake.rig, 3, H200, MACHINE)
     assert found.best == replace(TABLE[0], stages=4) == kept(case)
     notes = {one.config: one.note for one in found.tried}
     assert notes[TABLE[1]] == "spilled"
@@ -183,10 +183,10 @@ def test_nothing_to_tune_is_an_error(case: Case, monkeypatch: pytest.MonkeyPatch
         tune.compile_hopper, "compile_plan", lambda plan, text: (kernel(), "spilled")
     )
     with pytest.raises(BackendUnavailable, match=r"no configuration of `causal` compiles: .*spill"):
-        tune.measure(tune.Forward(case), case, fake.rig, 1, H200, MACHINE)
+        tune.measure(tune.Forward(case), fake.rig, 1, H200, MACHINE)
     monkeypatch.setattr(attend_hopper, "unsupported", lambda program, inputs: "it is not bf16")
     with pytest.raises(BackendUnavailable, match="nothing to tune for this call: it is not bf16"):
-        tune.measure(tune.Forward(case), case, fake.rig, 1, H200, MACHINE)
+        tune.measure(tune.Forward(case), fake.rig, 1, H200, MACHINE)
 
 
 # -- the backward ------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_the_fastest_backward_is_kept(scored: Case, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(backward_hopper, "tensor_gradients", gradients)
     rig = Rig("cpu", elapsed, lambda: None, lambda f: f)
     assert best_backward(scored) is None
-    found = tune.measure(tune.Backward(scored), scored, rig, 3, H200, MACHINE)
+    found = tune.measure(tune.Backward(scored), rig, 3, H200, MACHINE)
     assert found.best == LATE == best_backward(scored)
     assert "backward" in str(found)
     notes = {one.config: one.note for one in found.tried}
@@ -260,7 +260,7 @@ def test_there_may_be_no_hopper_backward_to_tune() -> None:
     shape = Shape(1, 1, 1, 64, 64, 192, 192)
     case = prepare(variants.causal, shape, torch.bfloat16, {}, "cpu")
     with pytest.raises(BackendUnavailable, match=r"nothing to tune .* take more registers"):
-        tune.measure(tune.Backward(case), case, Rig("cpu", None, None, None), 1, H200, MACHINE)  # type: ignore[arg-type]
+        tune.measure(tune.Backward(case), Rig("cpu", None, None, None), 1, H200, MACHINE)  # type: ignore[arg-type]
 
 
 def test_the_phase_is_checked() -> None:
