@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 from .analysis.ranges import solve
@@ -44,6 +45,8 @@ from .target import Target
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 PRODUCER_WARPS = 1
 QUERIES = 64  # of a consumer
+# How far below 1 p begins in float16: 2**20 below what it cannot hold. More would cost precision.
+FLOAT16_HEADROOM = 4
 MOST_STAGES = 16
 
 
@@ -72,9 +75,10 @@ class Config:
 
 # The best of a head dim, and what gives up some speed for registers.
 _WIDE = Config(192, 128, 3, 3, one_loop=True, convert_early=True, ping_pong=True)
-_PAIR = Config(128, 128, 2, 2, one_loop=False, convert_early=False, ping_pong=False)
-_PAIR_IN_TURNS = replace(_PAIR, ping_pong=True)
-_NARROW = replace(_PAIR, block_n=64, o_in_q=True)
+_PAIR = Config(128, 128, 2, 2, one_loop=False, convert_early=False, ping_pong=True)
+_PAIR_IN_ONE_LOOP = replace(_PAIR, one_loop=True)
+_SHORT_PAIR = replace(_PAIR_IN_ONE_LOOP, stages=3)
+_NARROW = replace(_PAIR, block_n=64, ping_pong=False, o_in_q=True)
 _LAST = Config(128, 32, 2, 2, one_loop=False, convert_early=True, ping_pong=False)
 
 
@@ -86,20 +90,37 @@ def _and_lighter(*configs: Config) -> tuple[Config, ...]:
     )
 
 
-# By padded head dim (the wider of the two), and whether tiles may be masked; the best first.
-# TFLOP/s on one H200, bf16, at the sizes of benchmarks/hopper.py, within one table.
-CONFIGS: dict[tuple[int, bool], tuple[Config, ...]] = {
-    # Full 451 with 3 consumers, 429 with 2; causal 390 and 413, ALiBi 305 and 311, window 1024
-    # 162 and 268.
-    (64, False): _and_lighter(_WIDE, replace(_PAIR_IN_TURNS, stages=3)),
-    (64, True): _and_lighter(replace(_PAIR_IN_TURNS, stages=3)),
-    # Full 637, 616 in turns, 604 with p converted early; causal 561, 586, 520; window 1024 375,
-    # 397, 351.
-    (128, False): _and_lighter(_PAIR),
-    (128, True): _and_lighter(_PAIR_IN_TURNS),
-    # Full 665, in turns 663; causal 623 and 626, soft-cap 552 and 538.
-    (256, False): _and_lighter(_NARROW),
-    (256, True): _and_lighter(_NARROW),
+class Tiles(Enum):
+    """What is known of the tiles that a kernel visits, and of what it does with them."""
+
+    ALL = "all"  # no mask
+    MASKED = "masked"  # found from the first and last keys
+    SCORED = "scored"  # the same, with a score
+    STORED = "stored"  # read from a structure
+
+
+# By padded head dim (the wider of the two), and what tiles there are; the best first.
+# TFLOP/s on one H200, bf16, at the sizes of benchmarks/hopper.py, within one table; D64 is
+# B1 H32 N16384.
+CONFIGS: dict[tuple[int, Tiles], tuple[Config, ...]] = {
+    # 522, 461 not in turns.
+    (64, Tiles.ALL): _and_lighter(_WIDE, _SHORT_PAIR),
+    # Causal 523, 484 with 2 consumers, these in two loops 449; window 1024 322, 340, -.
+    (64, Tiles.MASKED): _and_lighter(_WIDE, _SHORT_PAIR),
+    # Soft-cap 300, 285 with 2 consumers; ALiBi 270 with 62 spilled registers a tile, 359.
+    (64, Tiles.SCORED): _and_lighter(_WIDE, _SHORT_PAIR),
+    # A structure has q tiles of powers of two: 222.
+    (64, Tiles.STORED): _and_lighter(_SHORT_PAIR),
+    # 686, 682 not in turns.
+    (128, Tiles.ALL): _and_lighter(_PAIR),
+    # Causal 675, 662 not in turns, 658 in one loop; window 1024 496, -, 488.
+    (128, Tiles.MASKED): _and_lighter(_PAIR, _PAIR_IN_ONE_LOOP),
+    # Soft-cap 471, 477 in two loops; ALiBi 485, 416 with 105 spilled registers a tile.
+    (128, Tiles.SCORED): _and_lighter(replace(_PAIR_IN_ONE_LOOP, convert_early=True)),
+    # Documents 346, 312 in two loops.
+    (128, Tiles.STORED): _and_lighter(_PAIR_IN_ONE_LOOP),
+    # Full 694, in turns 696; causal 669 and 657.
+    **dict.fromkeys(((256, tiles) for tiles in Tiles), _and_lighter(_NARROW)),
 }
 
 
@@ -155,7 +176,7 @@ _PARTIAL = Segment(
     title=TITLES["partial"],
     start="1",
     end="partial_count",
-    start_n="partial_tile(t, first, full_first, full_end) * BLOCK_N",
+    start_n="last_partial_tile(t, partial_count, first, full_first, full_end) * BLOCK_N",
     masked=True,
     partial="True",
 )
@@ -167,6 +188,8 @@ _BOTH = Segment(
     masked=True,
     partial="t < partial_count",
 )
+
+
 # Of tiles that a structure names the producer says where they begin.
 _SAID = "read_number(start_smem.index(step % STAGES))"
 
@@ -263,6 +286,11 @@ class HopperPlan(TileReader):
         return any(f.propagates_nan for f in self.functions)
 
     @property
+    def headroom(self) -> int:
+        """Bits that p may grow by beyond 1 without loss: 16 bits of float16 end at 2**16."""
+        return FLOAT16_HEADROOM if self.options.dtype == "float16" else 0
+
+    @property
     def every_tile(self) -> bool:
         """Whether all keys of the tensor are visible to all queries."""
         return self.mask is None and not self.stored
@@ -323,10 +351,19 @@ class HopperPlan(TileReader):
         return tuple(replace(s, start_n=_SAID) for s in segments) if self.stored else segments
 
     @property
+    def masked(self) -> bool:
+        """Whether tiles after the first may be partial."""
+        return not self.every_tile
+
+    @property
+    def kv_start_n(self) -> str:
+        """The first key of the t-th tile, as the kernel says it."""
+        return _SAID if self.stored else _BOTH.start_n
+
+    @property
     def first_start_n(self) -> str:
-        """The first key of the first tile, as the kernel says it."""
-        first = "kv_tile(0, partial_count, first, full_first, full_end) * BLOCK_N"
-        return _SAID if self.stored else first
+        """That of the first tile."""
+        return self.kv_start_n.replace("(t,", "(0,")
 
     @property
     def rows_out(self) -> str:
@@ -459,10 +496,19 @@ def padded(head_dim: int) -> int:
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
+def tiles_of(program: Typed, options: Options) -> Tiles:
+    """Which kind of tiles a call visits."""
+    if options.stored:
+        return Tiles.STORED
+    if program.mask == TRUE:
+        return Tiles.ALL
+    return Tiles.SCORED if program.has_score else Tiles.MASKED
+
+
 def configs_of(program: Typed, options: Options) -> tuple[Config, ...]:
     """The configurations for a call, the best first."""
-    uneven = options.stored or program.mask != TRUE
-    return CONFIGS[max(padded(options.head_dim), padded(options.v_head_dim)), uneven]
+    width = max(padded(options.head_dim), padded(options.v_head_dim))
+    return CONFIGS[width, tiles_of(program, options)]
 
 
 def arguments(params: tuple[Param, ...], options: Options) -> tuple[Argument, ...]:

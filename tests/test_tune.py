@@ -16,7 +16,7 @@ from scoremod import attend_hopper, backward_hopper, cache, explain, tune, varia
 from scoremod.bench import Case, Rig, Shape, prepare
 from scoremod.errors import BackendUnavailable, InputMismatch
 from scoremod.gradients import Answer
-from scoremod.plan_hopper import CONFIGS, Config, config_of, neighbours
+from scoremod.plan_hopper import CONFIGS, Config, Tiles, config_of, neighbours
 from scoremod.plan_hopper_backward import CONFIGS as BACKWARD_CONFIGS
 from scoremod.plan_hopper_backward import BackwardConfig
 from scoremod.plan_hopper_backward import config_of as backward_config_of
@@ -25,7 +25,7 @@ from scoremod.plan_triton import Options
 from scoremod.target import parse_target
 
 H200 = parse_target("cuda:90")
-TABLE = CONFIGS[64, True]
+TABLE = CONFIGS[64, Tiles.MASKED]
 OTHER = replace(TABLE[0], stages=2)
 MACHINE = {"gpu": "a GPU of tests", "date": "today"}
 

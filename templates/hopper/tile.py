@@ -56,6 +56,15 @@ def wait_until_left():
 
 
 @gluon.jit
+def wait_until_written():
+    """Wait until tiles have left and lie in memory, where later ones may replace them."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [0], gl.int32, is_pure=False, pack=1
+    )
+    tma.store_wait(0)
+
+
+@gluon.jit
 def clear_rows(
     tiles, slot, first, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr
 ):
@@ -91,7 +100,7 @@ def next_turn(counter, turns):
     turn = turns
     if gl.num_programs(0) < turns:
         turn = gl.num_programs(0) + gl.atomic_add(counter, 1)
-    return turn
+    return uniform(turn)
 
 
 @gluon.jit
@@ -105,7 +114,23 @@ def write_number(place, value):
 def read_number(place):
     """A number [1] that another warp left."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(place.load(one), 0)
+    return uniform(gl.max(place.load(one), 0))
+
+
+@gluon.jit
+def uniform(x):
+    """A number that is the same in all lanes, and that ptxas knows to be.
+
+    It keeps what is computed of it, places of tiles above all, in registers of the warp.
+    """
+    return gl.inline_asm_elementwise(
+        "redux.sync.max.s32 $0, $1, 0xffffffff;",
+        "=r,r",
+        [x],
+        gl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 # Named barriers of the threads of two consumers. From 8 on they are free: Triton numbers its own
@@ -153,8 +178,18 @@ def narrow(tile):
 @gluon.jit
 def kv_tile(t, partial_count, first, full_first, full_end):
     """The number of the t-th tile to visit: the partial ones, then the full ones."""
-    partial = partial_tile(t, first, full_first, full_end)
+    partial = last_partial_tile(t, partial_count, first, full_first, full_end)
     return gl.where(t < partial_count, partial, full_first + (t - partial_count))
+
+
+@gluon.jit
+def last_partial_tile(t, partial_count, first, full_first, full_end):
+    """The t-th visible tile that is not full: those after the full ones, then those before.
+
+    Of a causal mask or a window all queries see some keys of the first.
+    """
+    after = partial_count - (full_first - first)
+    return gl.where(t < after, full_end + t, first + (t - after))
 
 
 @gluon.jit
@@ -259,13 +294,82 @@ def lane_sums(p, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def softmax_tile(s, m_i, factor, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(p, new maximum, what earlier sums shrink by) of scores that are `s * factor` in base 2."""
-    m_new = gl.maximum(m_i, gl.convert_layout(row_max(s, ROWS, BLOCK_N), m_i.type.layout))
-    # A row may be fully masked so far: then m_new is -inf, and -inf - -inf would be nan.
-    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new) * factor
-    alpha = gl.exp2(m_i * factor - m_safe)
-    return gl.exp2(s * factor - m_safe[:, None]), m_new, alpha
+def renewed_max(m_i, s, factor, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(maximum that counts this tile, what earlier sums shrink by) of scores `s * factor`."""
+    m_new = gl.maximum(m_i, gl.convert_layout(row_max(s, ROWS, BLOCK_N), m_i.type.layout) * factor)
+    return m_new, gl.exp2(m_i - shift(m_new, 0))
+
+
+@gluon.jit
+def shift(m_i, HEADROOM: gl.constexpr):
+    """What is taken off scores in base 2."""
+    # A row may be fully masked so far: then m_i is -inf, and -inf - -inf would be nan.
+    return gl.where(m_i == float("-inf"), 0.0, m_i) + HEADROOM
+
+
+@gluon.jit
+def powers(s, m_i, factor, HEADROOM: gl.constexpr):
+    """p of scores that are `s * factor` in base 2."""
+    return gl.exp2(s * factor - shift(m_i, HEADROOM)[:, None])
+
+
+# Finding the largest score of a row takes as long as exp2, and every maximum does that is not far
+# off: softmax is the same with any. So that of a row's first tile is kept, and a turn in which it
+# was too small for later scores, or too large where the first tile was masked, is tried again with
+# one that is renewed with each tile.
+
+
+@gluon.jit
+def out_of_range(doubtful, row_sum, acc, ROWS: gl.constexpr):
+    """Whether a doubtful row of each warp's has sums that overflowed or vanished, as 0 or 1."""
+    total = gl.convert_layout(gl.sum(acc, 1), row_sum.type.layout)
+    right = (row_sum > 1e-20) & (row_sum < 1e30) & (total - total == 0.0)
+    return gl.max((doubtful & ~right).to(gl.int32).reshape([4, ROWS // 4]), 1)
+
+
+@gluon.jit
+def to_repeat(number, turn_smem, verdicts, CONSUMERS: gl.constexpr):
+    """Which turn it was that was said as the `number`-th, if a consumer wants it again, or -1."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    failed = 0
+    for who in gl.static_range(CONSUMERS):
+        verdict = verdicts.index(number % 2 * CONSUMERS + who)
+        failed |= gl.max(verdict.load(layout), 0)
+        verdict.store(gl.zeros([4], gl.int32, layout))
+    return gl.where(uniform(failed) != 0, read_number(turn_smem.index(number % 2 * 16 + 11)), -1)
+
+
+# p as 32-bit numbers of two neighbours: values of 16 bits that a loop carries are put together
+# once more for each product, 32 instructions a tile.
+
+
+@gluon.jit
+def in_pairs(p, dtype: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """p [ROWS, BLOCK_N] in 16 bits, as [ROWS, BLOCK_N / 2] of 32."""
+    KIND: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    left, right = gl.split(p.reshape([ROWS, BLOCK_N // 2, 2]))
+    return gl.inline_asm_elementwise(
+        "cvt.rn." + KIND + ".f32 $0, $2, $1;",
+        "=r,f,f",
+        [left, right],
+        gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def unpacked(words, dtype: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """What `in_pairs` made, as [ROWS, BLOCK_N] of 16 bits."""
+    left, right = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;",
+        "=h,=h,r",
+        [words],
+        (gl.int16, gl.int16),
+        is_pure=True,
+        pack=1,
+    )
+    return gl.join(left, right).reshape([ROWS, BLOCK_N]).to(dtype, bitcast=True)
 
 
 # -- the backward ------------------------------------------------------------------------------
