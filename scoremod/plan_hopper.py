@@ -16,6 +16,7 @@ from .analysis.ranges import solve
 from .ir.capture import Kind
 from .ir.expr import TRUE, capture, index, substitute
 from .ir.ops import Type
+from .passes.distance import by_distance
 from .passes.fold import base2
 from .passes.lines import LineRead, line_reads, without_line_reads
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
@@ -77,6 +78,7 @@ class Config:
 _WIDE = Config(192, 128, 3, 3, one_loop=True, convert_early=True, ping_pong=True)
 _PAIR = Config(128, 128, 2, 2, one_loop=False, convert_early=False, ping_pong=True)
 _PAIR_IN_ONE_LOOP = replace(_PAIR, one_loop=True)
+_SCORED_PAIR = replace(_PAIR_IN_ONE_LOOP, convert_early=True)
 _SHORT_PAIR = replace(_PAIR_IN_ONE_LOOP, stages=3)
 _NARROW = replace(_PAIR, block_n=64, ping_pong=False, o_in_q=True)
 _LAST = Config(128, 32, 2, 2, one_loop=False, convert_early=True, ping_pong=False)
@@ -96,6 +98,7 @@ class Tiles(Enum):
     ALL = "all"  # no mask
     MASKED = "masked"  # found from the first and last keys
     SCORED = "scored"  # the same, with a score
+    SLOPED = "sloped"  # with a score that changes evenly with distance
     STORED = "stored"  # read from a structure
 
 
@@ -107,16 +110,19 @@ CONFIGS: dict[tuple[int, Tiles], tuple[Config, ...]] = {
     (64, Tiles.ALL): _and_lighter(_WIDE, _SHORT_PAIR),
     # Causal 523, 484 with 2 consumers, these in two loops 449; window 1024 322, 340, -.
     (64, Tiles.MASKED): _and_lighter(_WIDE, _SHORT_PAIR),
-    # Soft-cap 300, 285 with 2 consumers; ALiBi 270 with 62 spilled registers a tile, 359.
+    # Soft-cap 300, 285 with 2 consumers.
     (64, Tiles.SCORED): _and_lighter(_WIDE, _SHORT_PAIR),
+    # With 3 consumers 44 spilled registers a tile.
+    (64, Tiles.SLOPED): _and_lighter(_SHORT_PAIR),
     # A structure has q tiles of powers of two: 222.
     (64, Tiles.STORED): _and_lighter(_SHORT_PAIR),
     # 686, 682 not in turns.
     (128, Tiles.ALL): _and_lighter(_PAIR),
     # Causal 675, 662 not in turns, 658 in one loop; window 1024 496, -, 488.
     (128, Tiles.MASKED): _and_lighter(_PAIR, _PAIR_IN_ONE_LOOP),
-    # Soft-cap 471, 477 in two loops; ALiBi 485, 416 with 105 spilled registers a tile.
-    (128, Tiles.SCORED): _and_lighter(replace(_PAIR_IN_ONE_LOOP, convert_early=True)),
+    # Soft-cap 472, 474 with p converted late and 6 spilled registers, 477 in two loops.
+    (128, Tiles.SCORED): _and_lighter(_SCORED_PAIR),
+    (128, Tiles.SLOPED): _and_lighter(_SCORED_PAIR),
     # Documents 346, 312 in two loops.
     (128, Tiles.STORED): _and_lighter(_PAIR_IN_ONE_LOOP),
     # Full 694, in turns 696; causal 669 and 657.
@@ -266,6 +272,7 @@ class HopperPlan(TileReader):
     options: Options
     functions: tuple[DeviceFunction, ...]
     score: DeviceFunction | None
+    by_distance: tuple[DeviceFunction, ...]  # slope and per_key in place of a score, if it is such
     mask: DeviceFunction | None
     keys: DeviceFunction | None  # the first and last key that a row sees, where that is the mask
     masks_by_keys: bool  # pairs are masked by these, and not by the mask itself
@@ -325,13 +332,18 @@ class HopperPlan(TileReader):
         return tuple(a for a in self.arguments if a.name in known)
 
     @property
+    def changes_scores(self) -> bool:
+        """Whether the variant has a score besides s."""
+        return self.score is not None or bool(self.by_distance)
+
+    @property
     def scale_in_softmax(self) -> bool:
         """A positive scale commutes with the maximum, and then costs nothing."""
-        return self.score is None and self.options.positive_scale
+        return not self.changes_scores and self.options.positive_scale
 
     @property
     def scale_scores(self) -> bool:
-        return self.score is None and not self.options.positive_scale
+        return not self.changes_scores and not self.options.positive_scale
 
     @property
     def score_of_s(self) -> bool:
@@ -429,13 +441,7 @@ class HopperPlan(TileReader):
 def hopper_plan(program: Typed, options: Options, target: Target, config: Config) -> HopperPlan:
     """Decide the forward kernel for one configuration."""
     program = with_kernel_names(program, "triton", "hopper")
-    score = program.score_function
-    if score is not None:
-        # s = qk * sm_scale, so that scale and log2(e) meet the constants of the score.
-        raw = substitute(program.score, {"s": index("s") * capture("sm_scale", Type.FLOAT)})
-        score = DeviceFunction(
-            score.name, score.params, (base2(raw),), "The score of s = q k^T, times log2(e)."
-        )
+    score, distance = score_functions(program)
     mask = program.mask_function
     keys, masks_by_keys = None, False
     if mask is not None and not options.stored:
@@ -447,7 +453,13 @@ def hopper_plan(program: Typed, options: Options, target: Target, config: Config
     terms: tuple[LineTerm, ...] = ()
     if mask is not None and not masks_by_keys:
         mask, terms = read_ahead(program, mask)
-    functions = (score, None if masks_by_keys else mask, *(t.function for t in terms), keys)
+    functions = (
+        score,
+        *distance,
+        None if masks_by_keys else mask,
+        *(t.function for t in terms),
+        keys,
+    )
     return HopperPlan(
         title=f"Attention forward for `{program.name}`: Gluon, {target}",
         comments=program.text,
@@ -455,6 +467,7 @@ def hopper_plan(program: Typed, options: Options, target: Target, config: Config
         options=options,
         functions=tuple(f for f in functions if f is not None),
         score=score,
+        by_distance=distance,
         mask=mask,
         keys=keys,
         masks_by_keys=masks_by_keys,
@@ -466,6 +479,30 @@ def hopper_plan(program: Typed, options: Options, target: Target, config: Config
         block_d=padded(options.head_dim),
         block_dv=padded(options.v_head_dim),
     )
+
+
+def score_functions(
+    program: Typed,
+) -> tuple[DeviceFunction | None, tuple[DeviceFunction, ...]]:
+    """A score of s = q k^T in base 2: as one function, or as the slope and the change a key."""
+    written = program.score_function
+    if written is None:
+        return None, ()
+    scale = capture("sm_scale", Type.FLOAT)
+    found = by_distance(program.score)
+    if found is not None:
+        parts = {
+            "slope": (found.slope * scale, "What a product q k^T is multiplied by, log2(e) in it."),
+            "per_key": (found.per_key, "What each key further on adds, times log2(e)."),
+        }
+        return None, tuple(
+            DeviceFunction(f"{program.name}_{name}", program.params, (base2(part),), doc)
+            for name, (part, doc) in parts.items()
+        )
+    # So that scale and log2(e) meet the constants of the score.
+    raw = substitute(program.score, {"s": index("s") * scale})
+    doc = "The score of s = q k^T, times log2(e)."
+    return DeviceFunction(written.name, written.params, (base2(raw),), doc), ()
 
 
 def read_ahead(program: Typed, mask: DeviceFunction) -> tuple[DeviceFunction, tuple[LineTerm, ...]]:
@@ -502,7 +539,9 @@ def tiles_of(program: Typed, options: Options) -> Tiles:
         return Tiles.STORED
     if program.mask == TRUE:
         return Tiles.ALL
-    return Tiles.SCORED if program.has_score else Tiles.MASKED
+    if not program.has_score:
+        return Tiles.MASKED
+    return Tiles.SLOPED if by_distance(program.score) else Tiles.SCORED
 
 
 def configs_of(program: Typed, options: Options) -> tuple[Config, ...]:

@@ -141,9 +141,10 @@ def test_explain_names_the_backend_or_why_not() -> None:
         (variants.softcap, Tiles.ALL),
         (variants.causal, Tiles.MASKED),
         (variants.softcap & variants.causal, Tiles.SCORED),
+        (variants.alibi & variants.causal, Tiles.SLOPED),
         (variants.document, Tiles.STORED),
     ],
-    ids=["noop", "softcap", "causal", "softcap and causal", "document"],
+    ids=["noop", "softcap", "causal", "softcap and causal", "alibi and causal", "document"],
 )
 def test_every_configuration_fits_the_multiprocessor(
     variant: Variant, kind: Tiles, head_dim: int

@@ -145,6 +145,13 @@ CASES: dict[str, Case] = {
         Sizes(q_len=128),
         lambda sizes: {"slopes": variants.alibi_slopes(sizes.q_heads)},
     ),
+    # Places of 70,000 tokens, whose products with a slope would round.
+    "ALiBi far from the start": Case(
+        variants.alibi & causal,
+        Sizes(batch=1, q_heads=2, kv_heads=1, q_len=300, kv_len=70_000),
+        lambda sizes: {"slopes": torch.tensor([0.7, 0.001])},
+        lambda sizes: {"q_offset": 69_700},
+    ),
     "every pair": Case(NOOP, Sizes(q_len=457, head_dim=256, v_head_dim=256)),
     # More than one turn a multiprocessor.
     "documents of many heads": Case(
@@ -206,6 +213,7 @@ RANGES_OF_KEYS = {
     "causal",
     "causal soft-cap",
     "causal ALiBi",
+    "ALiBi far from the start",
     "every pair",
     "many heads",
     "lengths of many heads",

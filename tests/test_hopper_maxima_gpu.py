@@ -68,9 +68,7 @@ def test_any_scores_give_the_softmax(head_dim: int, dtype: torch.dtype, name: st
         q, k, v = tensors(scores, head_dim, dtype)
         call = {"backend": "hopper", "return_lse": True, **values}
         (out, lse), (again, _) = variant(q, k, v, **call), variant(q, k, v, **call)
-        exact, exact_lse = variant.eager(
-            q.float(), k.float(), v.float(), return_lse=True, **values
-        )
+        exact, exact_lse = variant.eager(q.float(), k.float(), v.float(), return_lse=True, **values)
         # p may round where the largest one was 1: half a unit of the last place.
         close = {"rtol": 2e-2, "atol": 1e-2, "msg": lambda text, s=scores: f"{s}: {text}"}
         torch.testing.assert_close(out.float(), exact, **close)

@@ -294,9 +294,10 @@ def lane_sums(p, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def renewed_max(m_i, s, factor, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(maximum that counts this tile, what earlier sums shrink by) of scores `s * factor`."""
-    m_new = gl.maximum(m_i, gl.convert_layout(row_max(s, ROWS, BLOCK_N), m_i.type.layout) * factor)
+def renewed_max(m_i, s, factor, rise, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(maximum that counts this tile, what earlier sums shrink by) of scores s * factor + rise."""
+    highest = gl.convert_layout(row_max(s, ROWS, BLOCK_N), m_i.type.layout) * factor + rise
+    m_new = gl.maximum(m_i, highest)
     return m_new, gl.exp2(m_i - shift(m_new, 0))
 
 
@@ -308,9 +309,9 @@ def shift(m_i, HEADROOM: gl.constexpr):
 
 
 @gluon.jit
-def powers(s, m_i, factor, HEADROOM: gl.constexpr):
-    """p of scores that are `s * factor` in base 2."""
-    return gl.exp2(s * factor - shift(m_i, HEADROOM)[:, None])
+def powers(s, factor, taken):
+    """p of scores that are `s * factor - taken` in base 2, the last one number a row."""
+    return gl.exp2(s * factor - taken[:, None])
 
 
 # Finding the largest score of a row takes as long as exp2, and every maximum does that is not far

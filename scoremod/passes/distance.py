@@ -1,0 +1,63 @@
+"""Scores that change evenly with distance, as those of ALiBi: slope * s + per_key * (j - i).
+
+With n for the first key of a kv tile, per_key * (j - n) is the same for all rows of the tile, and
+per_key * (n - i) belongs to what a softmax takes off a row: one product and one sum a pair, where the
+score as written takes four. Both parts are small near the diagonal, as the whole is; with 0 for n
+they would round for long sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..ir.expr import ONE, Expr
+from ..ir.ops import Op
+from .fold import affine_in_s
+from .linear import linear
+
+
+@dataclass(frozen=True)
+class ByDistance:
+    """slope * s + per_key * (j - i); neither part reads s, i or j."""
+
+    slope: Expr
+    per_key: Expr
+
+
+def by_distance(score: Expr) -> ByDistance | None:
+    """A score in this form, or None."""
+    found = affine_in_s(score)
+    if found is None or not _same_for_all_pairs(found.slope):
+        return None
+    per_key = _per_key(found.offset)
+    return None if per_key is None else ByDistance(found.slope, per_key)
+
+
+def _per_key(node: Expr) -> Expr | None:
+    """x where a node is x * (j - i)."""
+    if node.op is Op.FLOAT:
+        form = linear(node.args[0])
+        signs = {str(term.attr): k for term, k in form.terms if term.op is Op.INDEX}
+        if (
+            form.constant
+            or len(form.terms) != 2
+            or signs not in ({"i": -1, "j": 1}, {"i": 1, "j": -1})
+        ):
+            return None
+        return ONE if signs["j"] == 1 else -ONE
+    if node.op is Op.NEG:
+        inner = _per_key(node.args[0])
+        return None if inner is None else -inner
+    if node.op is Op.MUL:
+        for factor, other in (node.args, node.args[::-1]):
+            inner = _per_key(other) if _same_for_all_pairs(factor) else None
+            if inner is not None:
+                return factor * inner
+    if node.op is Op.DIV and _same_for_all_pairs(node.args[1]):
+        inner = _per_key(node.args[0])
+        return None if inner is None else inner / node.args[1]
+    return None
+
+
+def _same_for_all_pairs(node: Expr) -> bool:
+    return not node.reads_s and not node.names & {"i", "j"}
