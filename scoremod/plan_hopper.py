@@ -14,7 +14,7 @@ from typing import Any
 
 from .analysis.ranges import solve
 from .ir.capture import Kind
-from .ir.expr import TRUE, capture, index, substitute
+from .ir.expr import TRUE, Expr, capture, index, substitute
 from .ir.ops import Type
 from .passes.distance import by_distance
 from .passes.fold import base2
@@ -272,7 +272,9 @@ class HopperPlan(TileReader):
     options: Options
     functions: tuple[DeviceFunction, ...]
     score: DeviceFunction | None
-    by_distance: tuple[DeviceFunction, ...]  # slope and per_key in place of a score, if it is such
+    # In place of a score slope * s + per_key * (j - i):
+    slope: DeviceFunction | None
+    per_key: DeviceFunction | None
     mask: DeviceFunction | None
     keys: DeviceFunction | None  # the first and last key that a row sees, where that is the mask
     masks_by_keys: bool  # pairs are masked by these, and not by the mask itself
@@ -332,9 +334,14 @@ class HopperPlan(TileReader):
         return tuple(a for a in self.arguments if a.name in known)
 
     @property
+    def by_distance(self) -> bool:
+        """Whether scores change evenly with distance."""
+        return self.per_key is not None
+
+    @property
     def changes_scores(self) -> bool:
         """Whether the variant has a score besides s."""
-        return self.score is not None or bool(self.by_distance)
+        return self.score is not None or self.by_distance
 
     @property
     def scale_in_softmax(self) -> bool:
@@ -441,7 +448,7 @@ class HopperPlan(TileReader):
 def hopper_plan(program: Typed, options: Options, target: Target, config: Config) -> HopperPlan:
     """Decide the forward kernel for one configuration."""
     program = with_kernel_names(program, "triton", "hopper")
-    score, distance = score_functions(program)
+    score, slope, per_key = score_functions(program)
     mask = program.mask_function
     keys, masks_by_keys = None, False
     if mask is not None and not options.stored:
@@ -455,7 +462,8 @@ def hopper_plan(program: Typed, options: Options, target: Target, config: Config
         mask, terms = read_ahead(program, mask)
     functions = (
         score,
-        *distance,
+        slope,
+        per_key,
         None if masks_by_keys else mask,
         *(t.function for t in terms),
         keys,
@@ -467,7 +475,8 @@ def hopper_plan(program: Typed, options: Options, target: Target, config: Config
         options=options,
         functions=tuple(f for f in functions if f is not None),
         score=score,
-        by_distance=distance,
+        slope=slope,
+        per_key=per_key,
         mask=mask,
         keys=keys,
         masks_by_keys=masks_by_keys,
@@ -481,28 +490,24 @@ def hopper_plan(program: Typed, options: Options, target: Target, config: Config
     )
 
 
-def score_functions(
-    program: Typed,
-) -> tuple[DeviceFunction | None, tuple[DeviceFunction, ...]]:
-    """A score of s = q k^T in base 2: as one function, or as the slope and the change a key."""
+def score_functions(program: Typed) -> tuple[DeviceFunction | None, ...]:
+    """A score of s = q k^T in base 2, or in its place its slope and what a key further on adds."""
     written = program.score_function
     if written is None:
-        return None, ()
+        return None, None, None
     scale = capture("sm_scale", Type.FLOAT)
     found = by_distance(program.score)
-    if found is not None:
-        parts = {
-            "slope": (found.slope * scale, "What a product q k^T is multiplied by, log2(e) in it."),
-            "per_key": (found.per_key, "What each key further on adds, times log2(e)."),
-        }
-        return None, tuple(
-            DeviceFunction(f"{program.name}_{name}", program.params, (base2(part),), doc)
-            for name, (part, doc) in parts.items()
-        )
-    # So that scale and log2(e) meet the constants of the score.
-    raw = substitute(program.score, {"s": index("s") * scale})
-    doc = "The score of s = q k^T, times log2(e)."
-    return DeviceFunction(written.name, written.params, (base2(raw),), doc), ()
+    if found is None:
+        # So that scale and log2(e) meet the constants of the score.
+        raw = substitute(program.score, {"s": index("s") * scale})
+        doc = "The score of s = q k^T, times log2(e)."
+        return DeviceFunction(written.name, written.params, (base2(raw),), doc), None, None
+
+    def part(name: str, value: Expr, doc: str) -> DeviceFunction:
+        return DeviceFunction(f"{written.name}_{name}", written.params, (base2(value),), doc)
+
+    slope = part("slope", found.slope * scale, "What q k^T is multiplied by, log2(e) in it.")
+    return None, slope, part("per_key", found.per_key, "What a key further on adds, in base 2.")
 
 
 def read_ahead(program: Typed, mask: DeviceFunction) -> tuple[DeviceFunction, tuple[LineTerm, ...]]:

@@ -1,4 +1,4 @@
-"""Scores that change evenly with distance: what is found, what is not, and that it means the same."""
+"""Scores that change evenly with distance: what is found, what is not, and what the parts mean."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Scores that change evenly with distance, as those of ALiBi: slope * s + per_key * (j - i).
 
 With n for the first key of a kv tile, per_key * (j - n) is the same for all rows of the tile, and
-per_key * (n - i) belongs to what a softmax takes off a row: one product and one sum a pair, where the
-score as written takes four. Both parts are small near the diagonal, as the whole is; with 0 for n
-they would round for long sequences.
+per_key * (n - i) belongs to what a softmax takes off a row: one product and one sum a pair, where
+the score as written takes four. Both parts are small near the diagonal, as the whole is; with 0 for
+n they would round for long sequences.
 """
 
 from __future__ import annotations
@@ -38,13 +38,9 @@ def _per_key(node: Expr) -> Expr | None:
     if node.op is Op.FLOAT:
         form = linear(node.args[0])
         signs = {str(term.attr): k for term, k in form.terms if term.op is Op.INDEX}
-        if (
-            form.constant
-            or len(form.terms) != 2
-            or signs not in ({"i": -1, "j": 1}, {"i": 1, "j": -1})
-        ):
-            return None
-        return ONE if signs["j"] == 1 else -ONE
+        if form.constant == 0 and len(form.terms) == 2 and _opposite(signs):
+            return {1: ONE, -1: -ONE}.get(signs["j"])
+        return None
     if node.op is Op.NEG:
         inner = _per_key(node.args[0])
         return None if inner is None else -inner
@@ -57,6 +53,10 @@ def _per_key(node: Expr) -> Expr | None:
         inner = _per_key(node.args[0])
         return None if inner is None else inner / node.args[1]
     return None
+
+
+def _opposite(signs: dict[str, int]) -> bool:
+    return set(signs) == {"i", "j"} and signs["i"] == -signs["j"]
 
 
 def _same_for_all_pairs(node: Expr) -> bool:
