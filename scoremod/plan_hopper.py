@@ -297,7 +297,7 @@ class HopperPlan(TileReader):
     @property
     def headroom(self) -> int:
         """Bits that p may grow by beyond 1 without loss: 16 bits of float16 end at 2**16."""
-        return FLOAT16_HEADROOM if self.options.dtype == "float16" else 0
+        return FLOAT16_HEADROOM if self.options.dtype == "f16" else 0
 
     @property
     def every_tile(self) -> bool:

@@ -345,6 +345,26 @@ def test_warm_calls_know_the_places() -> None:
         assert hopper.index("counter") == COUNTER
 
 
+@pytest.mark.parametrize(("dtype", "bits"), [("bf16", 0), ("f16", 4)])
+def test_p_starts_where_its_dtype_has_room_to_grow(dtype: str, bits: int) -> None:
+    known = program(variants.causal)
+    options = attend_hopper.of_options(known, Options(dtype, 128, 128))
+    plan = attend_hopper.plans(known, options, H200)[0]
+    text = attend_hopper.source(plan)
+    assert plan.headroom == bits and f"HEADROOM = gl.constexpr({bits})" in text
+
+
+def test_a_score_by_distance_is_its_parts() -> None:
+    for variant, parts in ((variants.alibi, True), (variants.symmetric_alibi, False)):
+        plan = plans(variant)[0]
+        functions = {
+            n.name for n in ast.parse(attend_hopper.source(plan)).body if hasattr(n, "name")
+        }
+        assert plan.by_distance is parts
+        assert (f"{variant.name}_score" in functions) is not parts
+        assert ({f"{variant.name}_score_{x}" for x in ("slope", "per_key")} <= functions) is parts
+
+
 def _portable_arguments(**options: Any) -> tuple[Any, ...]:
     from scoremod.plan_triton import arguments
 
