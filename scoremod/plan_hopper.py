@@ -295,6 +295,15 @@ class HopperPlan(TileReader):
         return any(f.propagates_nan for f in self.functions)
 
     @property
+    def renews(self) -> int:
+        """1 where gradients will be taken and first tiles may be masked for some queries, or 0.
+
+        A query with few keys, none of them in its first tile, has p that round; its gradients are
+        exact with the largest p being 1.
+        """
+        return int(self.stored and self.options.keeps_residual)
+
+    @property
     def headroom(self) -> int:
         """Bits that p may grow by beyond 1 without loss: 16 bits of float16 end at 2**16."""
         return FLOAT16_HEADROOM if self.options.dtype == "f16" else 0
