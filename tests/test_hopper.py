@@ -429,12 +429,14 @@ def taken(plans: list[HopperPlan], notes: tuple[str, ...]) -> HopperPlan:
 
 
 # Accesses to spilled registers a partial tile: 8 were not felt.
-SPILLED = {"sinks": 4}
+SPILLED = {"sinks": 4, "window": 4}
 
 
-def check(found: tuple[Kernel, int, int], name: str, head_dim: int) -> None:
+def check(
+    found: tuple[Kernel, int, int], name: str, head_dim: int, options: dict[str, Any]
+) -> None:
     made, loops, spills = found
-    plan = taken(plans(NAMED[name], head_dim), made.notes)
+    plan = taken(plans(NAMED[name], head_dim, **options), made.notes)
     assert spills <= SPILLED.get(name, 0 if MEASURED else SPILLS)
     # One more loop is for second tries, or the only one.
     assert loops == plan.config.consumers * (1 if plan.renews else len(plan.kv_segments) + 1)
@@ -466,7 +468,7 @@ LARGE = {
 def test_kernels_compile_without_spills(
     apart: Callable[..., Any], name: str, head_dim: int, options: dict[str, Any]
 ) -> None:
-    check(apart(compiled, name, head_dim, "bf16", options), name, head_dim)
+    check(apart(compiled, name, head_dim, "bf16", options), name, head_dim, options)
 
 
 @pytest.mark.compile_all
@@ -477,4 +479,5 @@ def test_kernels_compile_without_spills(
 def test_all_kernels_compile_without_spills(
     apart: Callable[..., Any], name: str, head_dim: int, dtype: str, keeps: bool
 ) -> None:
-    check(apart(compiled, name, head_dim, dtype, {"keeps_residual": keeps}), name, head_dim)
+    options = {"keeps_residual": keeps}
+    check(apart(compiled, name, head_dim, dtype, options), name, head_dim, options)
