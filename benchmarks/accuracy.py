@@ -1,7 +1,7 @@
 """Every stock variant on this GPU against the oracle, forward and backward, in fp16, bf16 and fp32.
 
-    python benchmarks/accuracy.py [--only NAME,NAME] [--workers 14] [--out results.json]
-                                  [--seconds 300]
+    python benchmarks/accuracy.py [--only NAME,NAME] [--dtypes f16,bf16] [--workers 14]
+                                  [--out results.json] [--seconds 300]
 
 Comparisons that are not done when the time is up are named, and make the run fail.
 
@@ -220,18 +220,21 @@ def answers(jobs: Sequence[Job], workers: int, seconds: float) -> Iterator[list[
         except TimeoutError:
             late = [job for future, job in begun.items() if not future.done()]
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.kill()  # or this one would wait for them when it ends
             yield from (f"{job}: not in time" for job in late)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="")
+    parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--out", default="")
     parser.add_argument("--seconds", type=float, default=1e6)
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
     chosen = parser.parse_args()
     names = [n for n in stock() if not chosen.only or n in chosen.only.split(",")]
-    jobs = [(n, d, s) for n in names for d in DTYPES for s in SHAPES[d]]
+    jobs = [(n, d, s) for n in names for d in chosen.dtypes.split(",") for s in SHAPES[d]]
     rows: list[Row] = []
     failed = 0
     for answer in answers(jobs, chosen.workers, chosen.seconds):

@@ -15,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,10 @@ def fa4(name: str, case: Case, do: torch.Tensor) -> Call:
     return call
 
 
-def built(name: str, case: Case, do: torch.Tensor, rig: Rig) -> list[Candidate]:
-    """Every candidate, called once; ours first."""
+def built(
+    name: str, case: Case, do: torch.Tensor, rig: Rig, peers: Sequence[str]
+) -> list[Candidate]:
+    """Ours and these, each called once."""
     calls: dict[str, Callable[[], Call]] = {
         OURS: lambda: kernels(case, do, backward_hopper.backward),
         FLEX: lambda: theirs(case, do, FLEX, rig),
@@ -91,10 +93,10 @@ def built(name: str, case: Case, do: torch.Tensor, rig: Rig) -> list[Candidate]:
         FA4: lambda: fa4(name, case, do),
     }
     found = []
-    for peer, make in calls.items():
+    for peer in (OURS, *peers):
         made = Candidate(peer)
         try:
-            made.call = make()
+            made.call = calls[peer]()
             made.call()
         except Exception as error:  # a peer that fails is a note in the table
             if peer == OURS:
@@ -104,9 +106,9 @@ def built(name: str, case: Case, do: torch.Tensor, rig: Rig) -> list[Candidate]:
     return found
 
 
-def measure(name: str, shape: Shape, rig: Rig, rounds: int) -> Row:
+def measure(name: str, shape: Shape, rig: Rig, rounds: int, peers: Sequence[str]) -> Row:
     case, do = prepared(name, shape)
-    candidates = built(name, case, do, rig)
+    candidates = built(name, case, do, rig, peers)
     compare(candidates)
     benches.race(candidates, rig, rounds)
     flop = 2 * benches.kept_pairs(case) * (3 * shape.head_dim + 2 * shape.v_head_dim)
@@ -158,6 +160,7 @@ def main() -> None:
     options.add_argument("--only", default=",".join(NAMES), help="names with commas between")
     options.add_argument("--shapes", default=",".join(SHAPES), help="BxHxNxD with commas between")
     options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--peers", default=",".join(PEERS), help="names with commas between")
     options.add_argument("--commit", help="where git cannot tell it")
     given = options.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -168,7 +171,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for shape in map(parse_shape, given.shapes.split(",")):
         for name in (n for n in NAMES if any(n.startswith(x) for x in given.only.split(","))):
-            rows.append(measure(name, shape, rig, given.rounds))
+            rows.append(measure(name, shape, rig, given.rounds, given.peers.split(",")))
             print(line(rows[-1]), f"[{time.perf_counter() - start:.0f} s]", flush=True)
             record = {"machine": machine, "rows": [asdict(r) for r in rows]}
             (folder / "hopper_backward.json").write_text(json.dumps(record, indent=1) + "\n")

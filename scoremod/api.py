@@ -35,13 +35,13 @@ from .errors import (
 )
 from .frontend.source import PythonSource, read_python, read_text_source
 from .inputs import (
-    HALVES,
     Inputs,
     as_numpy,
     autocast,
     check_inputs,
     check_positions,
     needs_grad,
+    needs_residual,
 )
 from .ir.capture import MISSING, Capture
 from .ir.expr import TRUE
@@ -162,8 +162,8 @@ class Variant:
         program, bound = self._bind(captures, inputs.sizes, inputs.q.device)
         known = self._type(program, bound)
         records = needs_grad(inputs, bound)
-        if records and inputs.q.dtype in HALVES and not known.bundle:
-            inputs = replace(inputs, keeps_residual=True)
+        if records:
+            inputs = replace(inputs, keeps_residual=needs_residual(known, inputs))
         name, _ = attention.choose_backend(known, inputs, bound, backend)
         if name == "eager":
             out, lse = self._oracle(inputs, captures)

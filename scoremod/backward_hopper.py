@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import backward_triton
-from .attend_hopper import HEAD_DIMS, copyable, described, unfit_blocks
+from .attend_hopper import HEAD_DIMS, copyable, described, multiprocessors, unfit_blocks
 from .attend_triton import in_float32, on_device, stored_structure
 from .backends.compile_hopper import Refused
 from .backends.compile_hopper_backward import compile_plan
@@ -47,10 +47,13 @@ from .plan_hopper_backward import (
     SmallPlan,
     config_of,
     configs_of,
+    counts_of,
     finish_plan,
     hopper_backward_plan,
+    in_slots,
     ranks_plan,
     rows_plan,
+    slots_of,
     width_of,
 )
 from .plan_triton import Options, wide_scalars
@@ -160,6 +163,7 @@ class Kernels:
     """What the backward of a call launches, and the options that the main kernel was made for."""
 
     options: Options
+    in_slots: bool
     rows: Ready
     main: Ready
     finish: Ready
@@ -187,8 +191,10 @@ def kernels_of(call: Call) -> Kernels | None:
 
 def around(call: Call, made: Ready) -> Kernels:
     """A main kernel, and those before and after it."""
+    chosen = options_of(call)
     return Kernels(
-        options_of(call),
+        chosen,
+        in_slots(call.program, chosen),
         rows_kernel(call, made.block_m),
         made,
         finish_kernel(call, made.block_m, made.constants["DQ_COLUMNS"]),
@@ -466,28 +472,37 @@ def tensor_gradients(call: Call, kernels: Kernels) -> tuple[Tensor, Tensor, Tens
     """dq, dk and dv."""
     kernel, q, k, v = kernels.main, call.inputs.q, call.inputs.k, call.inputs.v
     batch, kv_heads, kv_len, _ = k.expand(q.shape[0], -1, -1, -1).shape
-    do, turns = as_copyable(call.grad_out), turns_of(call, kernel.block_m)
-    rows, sums = look_at_rows(call, kernels.rows, do, kernel.block_m, turns)
+    do = as_copyable(call.grad_out)
+    slots = slots_of_call(call, kernel) if kernels.in_slots else batch * kv_heads
+    scratch = scratch_of(call, kernel.block_m, slots)
+    look_at_rows(call, kernels.rows, do, kernel.block_m, scratch)
+    dq = empty_like_q(q, q.shape[3])
     dk, dv = (empty_like_q(x.expand(batch, -1, -1, -1), x.shape[3]) for x in (k, v))
     programs = -(-kv_len // kernel.block_n) * batch * kv_heads
-    values = arguments(call, do, (dk, dv), (rows, sums))
-    values += structure_of(call, kernels, turns)
-    kernel.run(programs, values)
-    dq = finished(call, kernels.finish, sums, kernel.block_m)
+    kernel.run(programs, arguments(call, kernels, scratch, do, (dq, dk, dv)))
+    finish(call, kernels.finish, scratch, dq, kernel.block_m)
     return dq, over_batch(dk, k), over_batch(dv, v)
 
 
-def structure_of(call: Call, kernels: Kernels, turns: Sequence[Tensor]) -> list[Any]:
+def slots_of_call(call: Call, kernel: Ready) -> int:
+    """For how many kv heads there are sums of dq at a time."""
+    q, k = call.inputs.q, call.inputs.k
+    # Of keys past all queries, and of all but the first of few queries' tiles, most see little.
+    tiles = -(-min(q.shape[2], k.shape[2]) // kernel.block_n)
+    return slots_of(q.shape[0] * k.shape[1], tiles, multiprocessors(call.device.index))
+
+
+def structure_of(call: Call, kernels: Kernels, scratch: Scratch) -> list[Any]:
     """Which q tiles each kv tile visits and when, where the kernel reads it from memory."""
     chosen, blocks = kernels.options, (kernels.main.block_m, kernels.main.block_n)
     if not chosen.stored:
-        return [*turns]
+        return [*scratch.turns]
     found = stored_structure(call.program, chosen, call.inputs, call.bound, blocks, transposed=True)
     if not chosen.deterministic:
         return found.arguments
     q_len, kv_len = call.inputs.q.shape[2], call.inputs.k.shape[2]
     ranks = ranks_of(call, found, -(-q_len // blocks[0]), -(-kv_len // blocks[1]))
-    return [*found.arguments, *turns, ranks]
+    return [*found.arguments, *scratch.turns, ranks]
 
 
 def ranks_of(call: Call, found: Stored, q_tiles: int, kv_tiles: int) -> Tensor:
@@ -499,11 +514,35 @@ def ranks_of(call: Call, found: Stored, q_tiles: int, kv_tiles: int) -> Tensor:
     return ranks
 
 
-def turns_of(call: Call, block_m: int) -> list[Tensor]:
-    """Room for whose turn it is at each q tile, and for how many programs have started."""
-    if not call.inputs.must_repeat:
-        return []
-    return [torch.empty(q_tiles_of(call, block_m) + 1, dtype=torch.int32, device=call.device)]
+@dataclass(frozen=True)
+class Scratch:
+    """What the three kernels of a call hand to each other."""
+
+    rows: Tensor  # float32 [q tiles of all heads * 2 * block_m]: LSE in base 2 and delta
+    sums: Tensor  # float32 [., 256]: of dq, for `slots` kv heads
+    slots: int
+    counters: Tensor  # int32 [`counts_of`]
+    turns: tuple[Tensor, ...]  # int32 [q tiles of all heads]: the kv tile whose turn it is
+
+
+def scratch_of(call: Call, block_m: int, slots: int) -> Scratch:
+    """Room for them, with sums of dq for so many kv heads."""
+    tiles, heads = q_tiles_of(call, block_m), kv_heads_of(call)
+    floats: dict[str, Any] = {"dtype": torch.float32, "device": call.device}
+    ints: dict[str, Any] = {"dtype": torch.int32, "device": call.device}
+    sums = tiles // heads * slots * block_m * width_of(call.options)
+    return Scratch(
+        torch.empty(tiles * 2 * block_m, **floats),
+        torch.empty(sums // 256, 256, **floats),
+        slots,
+        torch.empty(counts_of(heads), **ints),
+        (torch.empty(tiles, **ints),) if call.inputs.must_repeat else (),
+    )
+
+
+def kv_heads_of(call: Call) -> int:
+    """How many kv heads there are, of all batches."""
+    return call.inputs.q.shape[0] * call.inputs.k.shape[1]
 
 
 def as_copyable(x: Tensor) -> Tensor:
@@ -517,44 +556,39 @@ def q_tiles_of(call: Call, block_m: int) -> int:
     return -(-q_len // block_m) * batch * q_heads
 
 
-def look_at_rows(
-    call: Call, kernel: Ready, do: Tensor, block_m: int, turns: Sequence[Tensor] = ()
-) -> tuple[Tensor, Tensor]:
-    """Row values, float32 [q tiles of all heads * 2 * block_m], and cleared sums of dq [., 256].
-
-    `turns` are cleared, too.
-    """
-    result, tiles = call.result, q_tiles_of(call, block_m)
-    floats: dict[str, Any] = {"dtype": torch.float32, "device": call.device}
-    rows = torch.empty(tiles * 2 * block_m, **floats)
-    sums = torch.empty(tiles * block_m * width_of(call.options) // 256, 256, **floats)
+def look_at_rows(call: Call, kernel: Ready, do: Tensor, block_m: int, scratch: Scratch) -> None:
+    """Write the row values, and clear all else."""
+    result, tiles, heads = call.result, q_tiles_of(call, block_m), kv_heads_of(call)
     o, lse = as_copyable(result.out.detach()), result.lse.contiguous()
     grad_lse = lse if result.grad_lse is None else result.grad_lse.to(torch.float32)
-    values: list[Any] = [o, do, lse, grad_lse, rows, sums]
+    values: list[Any] = [o, do, lse, grad_lse, scratch.rows, scratch.sums, scratch.counters]
     values += [*o.stride()[:3], *do.stride()[:3], *grad_lse.stride()]
     _, q_heads, q_len, _ = call.inputs.q.shape
-    values += [q_len, q_heads, *result.residuals, *turns]
-    kernel.run(tiles, values)
-    return rows, sums
+    values += [q_len, q_heads, tiles // heads * scratch.slots, counts_of(heads)]
+    kernel.run(tiles, [*values, *result.residuals, *scratch.turns])
 
 
 def arguments(
-    call: Call, do: Tensor, made: tuple[Tensor, Tensor], scratch: tuple[Tensor, Tensor]
+    call: Call, kernels: Kernels, scratch: Scratch, do: Tensor, made: tuple[Tensor, Tensor, Tensor]
 ) -> list[Any]:
-    """The run-time arguments of the main kernel, in its order; `made` are dk and dv."""
-    inputs = call.inputs
+    """The run-time arguments of the main kernel, in its order; `made` are dq, dk and dv."""
+    inputs, (dq, *others) = call.inputs, made
     given = (inputs.q.detach(), inputs.k.detach(), inputs.v.detach(), do)
     values: list[Any] = []
-    for x in (*given, *made, *scratch):
+    for x in (*given, *others, scratch.rows, scratch.sums):
         values += described(x)
     values.append(in_float32(inputs.scale))
-    return values + shared_values(inputs.q_offset, inputs.kv_lens, call.bound)
+    values += shared_values(inputs.q_offset, inputs.kv_lens, call.bound)
+    values += structure_of(call, kernels, scratch)
+    if kernels.in_slots:
+        values += [scratch.slots, scratch.counters, scratch.sums, dq, *dq.stride()[:3]]
+    return values
 
 
-def finished(call: Call, kernel: Ready, sums: Tensor, block_m: int) -> Tensor:
-    """dq out of its sums."""
-    q = call.inputs.q
-    dq = empty_like_q(q, q.shape[3])
-    values = [sums, dq, *dq.stride()[:3], in_float32(call.inputs.scale), q.shape[2], q.shape[1]]
-    kernel.run(q_tiles_of(call, block_m) * (block_m // HALF), values)
-    return dq
+def finish(call: Call, kernel: Ready, scratch: Scratch, dq: Tensor, block_m: int) -> None:
+    """Make dq of the sums that there are."""
+    _, q_heads, q_len, _ = dq.shape
+    heads, group = kv_heads_of(call), q_heads // call.inputs.k.shape[1]
+    values = [scratch.sums, dq, *dq.stride()[:3], in_float32(call.inputs.scale)]
+    tiles = q_tiles_of(call, block_m) // heads * scratch.slots
+    kernel.run(tiles * (block_m // HALF), [*values, q_len, q_heads, heads, group, scratch.slots])

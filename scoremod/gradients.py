@@ -17,7 +17,7 @@ class Answer(NamedTuple):
 
     out: torch.Tensor  # [B, Hq, Lq, Dv]
     lse: torch.Tensor  # [B, Hq, Lq], natural log, -inf for a row without keys
-    # What rounding took from out, in 4 bits an element: int32 [B, Hq, Lq, 4 * ceil(Dv / 32)], in
+    # What rounding took from out, in 2 bits an element: int32 [B, Hq, Lq, 4 * ceil(Dv / 64)], in
     # the order of `packed` in templates/triton/tile.py; None where it is not kept.
     residual: torch.Tensor | None = None
 

@@ -250,6 +250,13 @@ def needs_grad(inputs: Inputs, bound: tuple[Bound, ...]) -> bool:
     )
 
 
+def needs_residual(program: Typed, inputs: Inputs) -> bool:
+    """Whether what rounding takes from the output of a call with gradients would show in them."""
+    if inputs.q.dtype not in HALVES or program.bundle:
+        return False
+    return inputs.tiles is not None or not program.sees_many_keys
+
+
 def as_numpy(bound: tuple[Bound, ...], *, float64: bool = False) -> Mapping[str, Any]:
     """Captured values for the analysis on the host: NumPy arrays, floats rounded to float32."""
     return {

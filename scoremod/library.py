@@ -4,7 +4,7 @@ Its text argument is the variant in the mini-language, read where the operator r
 program runs in a process that never saw the variant. Numbers travel in lists beside the tensors,
 and `how` says what each value is: `auto exact None fintb` is backend, precision, `deterministic`,
 then scale (a float), q_offset (an int), kv_lens (none) and two captures, a tensor and a bool.
-The residual of an output whose gradients are wanted is a third result, else that is empty: a word
+The residual of an output, where gradients need it, is a third result, else that is empty: a word
 before the kinds of values says so, `kept` or `none`.
 """
 
@@ -28,7 +28,7 @@ from .frontend.source import MAX_TEXT, read_text_source
 from .gradients import Result
 from .inputs import HALVES, Inputs, check_inputs, empty_like_q, empty_residual
 from .origin import Leaf
-from .plan import Param, Typed, typed
+from .plan import Param, Typed, assumed_params, typed
 from .variant import Program, read
 
 P = ParamSpec("P")
@@ -95,12 +95,16 @@ def _keeps_residual(text: str, how: str, qkv: Sequence[Tensor], tensors: Sequenc
         return False
     if qkv[0].device.type == "cpu" and not how.startswith("triton "):
         return False
-    return any(x.requires_grad for x in (*qkv, *tensors)) and not _in_bundle(text)
+    return any(x.requires_grad for x in (*qkv, *tensors)) and _shows(text)
 
 
 @constant
-def _in_bundle(text: str) -> bool:
-    return bool(digest_in(text))
+def _shows(text: str) -> bool:
+    """The same of the program; a bundle has no kernels for it."""
+    if digest_in(text):
+        return False
+    program = _program(text)
+    return not typed(program, assumed_params(program)).sees_many_keys
 
 
 # -- inside the operator -----------------------------------------------------------------------
@@ -181,7 +185,7 @@ Triple = tuple[Tensor, Tensor, Tensor]  # out, lse and the residual
 def _attend(q: Tensor, *arguments: Any) -> Triple:
     call, values = _call(q, *arguments)
     out, lse, residual = autograd.forward(call, values)
-    # Where another backend runs than the one it was asked of, 0 says that nothing was taken away.
+    # Where another backend runs than the one it was asked of, nobody reads it.
     return out, lse, _room(call.keeps_residual, out).zero_() if residual is None else residual
 
 

@@ -9,6 +9,7 @@ import keyword
 import re
 from dataclasses import dataclass, replace
 
+from .analysis.linear import slope
 from .analysis.ranges import solve
 from .ir.capture import ELEMENTS, Kind
 from .ir.expr import TRUE, ZERO, Expr, postorder, require_bool, resolve
@@ -115,6 +116,21 @@ class Typed:
         """The same of the queries that see a key."""
         pieces = solve(self.given_mask, "i")
         return len(pieces) == 1 and pieces[0].is_pure
+
+    @functools.cached_property
+    def sees_many_keys(self) -> bool:
+        """Whether most rows see many keys, none of which the variant weighs more than others.
+
+        Elsewhere what rounding takes from the output shows in the gradients of scores.
+        """
+        if self.has_score or not self.has_mask:
+            return not self.has_score
+        pieces = solve(self.given_mask, "j")
+        if len(pieces) != 1 or not pieces[0].is_pure or pieces[0].guards:
+            return False
+        # As of a causal mask: an end on one side, which moves with the query.
+        los, his = pieces[0].los, pieces[0].his
+        return not (los and his) and all(slope(bound, "i") == 1 for bound in (*los, *his))
 
     @functools.cached_property
     def canonical(self) -> tuple[object, ...]:

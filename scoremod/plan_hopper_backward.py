@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .analysis.linear import slope
 from .analysis.ranges import solve
 from .ir.expr import ONE
 from .passes.derivative import d_ds
@@ -45,6 +46,13 @@ STAGES = 2  # of q and do; 3 were no faster (noop 491 beside 499, causal 471 bes
 CONSUMER_REGISTERS, WARP_REGISTERS = 240, 24
 # Heads whose programs take turns: their q, do and sums of dq stay in L2. 2, 4 and 8 were equal.
 HEADS_TOGETHER = 4
+# Where there are sums of dq for a few heads only, two heads at a time, and the last four together:
+# causal 500 TFLOP/s in pairs, as with 4 heads in turns and all sums; 481 one after the other.
+LAST_HEADS = 4
+# How many programs a multiprocessor runs until the sums of a slot have to be complete: the longest
+# of a causal mask takes as long as two others. 3 were no faster.
+PROGRAMS_AHEAD = 2
+MAKERS = 2  # warps that make dq of the sums of earlier heads: what is left of a warpgroup
 # Accesses to spilled registers in a loop over q tiles that timed kernels had, before selections
 # were joined in assembly: partial tiles without a mask 19 (head dim 64), of a soft-cap 14 (128).
 SPILLS = 20
@@ -184,6 +192,7 @@ class HopperBackwardPlan(TileReader):
     config: BackwardConfig
     block_d: int
     block_dv: int
+    in_slots: bool  # there are sums of dq for a few kv heads only, in turns
 
     @property
     def scalars_in_memory(self) -> tuple[Argument, ...]:
@@ -348,9 +357,19 @@ class HopperBackwardPlan(TileReader):
         return range(CONSUMERS)
 
     @property
+    def worker_warps(self) -> list[int]:
+        """Of the second consumer, of what fetches, of what adds up, and of what makes dq."""
+        return [4, 1, 1, *([MAKERS] if self.in_slots else [])]
+
+    @property
     def worker_registers(self) -> list[int]:
-        """Of the second consumer, of the warp that fetches and of the one that adds up."""
-        return [CONSUMER_REGISTERS, WARP_REGISTERS, WARP_REGISTERS]
+        """Of their threads."""
+        return [CONSUMER_REGISTERS, *[WARP_REGISTERS] * (len(self.worker_warps) - 1)]
+
+    @property
+    def makers(self) -> int:
+        """Warps of a program that make dq of sums."""
+        return MAKERS
 
     @property
     def tensor_maps(self) -> tuple[TensorMap, ...]:
@@ -370,7 +389,7 @@ class HopperBackwardPlan(TileReader):
         """Bytes of shared memory that the tiles take."""
         widths, queries = self.block_d + self.block_dv, STAGES * self.config.block_m
         halves = (BLOCK_N + queries) * widths + self.ds_tiles * self.rows * HALF
-        floats = CONSUMERS * HALF * self.dq_columns + 2 * queries
+        floats = (CONSUMERS + self.in_slots) * HALF * self.dq_columns + 2 * queries
         return halves * ELEMENT_BYTES[self.options.dtype] + 4 * floats
 
 
@@ -379,8 +398,8 @@ def hopper_backward_plan(
 ) -> HopperBackwardPlan:
     """Decide the main kernel for one configuration."""
     program = with_kernel_names(program, "triton", "hopper")
-    slope = d_ds(program.given_score)
-    score, results = score_function(program, slope, ())
+    by_s, slotted = d_ds(program.given_score), in_slots(program, options)
+    score, results = score_function(program, by_s, ())
     mask, queries = program.mask_function, None
     terms: tuple[LineTerm, ...] = ()
     if mask is not None and not options.stored:
@@ -398,7 +417,7 @@ def hopper_backward_plan(
         score=score,
         results=results,
         score_without_s=score is not None and "s" not in score.body[0].names,
-        slope=None if slope == ONE else Slope(is_tame(slope)),
+        slope=None if by_s == ONE else Slope(is_tame(by_s)),
         mask=mask,
         queries=queries,
         line_terms=terms,
@@ -408,10 +427,12 @@ def hopper_backward_plan(
             *shared_arguments(program.params, options),
             *(structure_places() if options.stored else ()),
             *order_places(options),
+            *slot_places(options, in_slots=slotted),
         ),
         config=config,
         block_d=width_of(options),
         block_dv=width_of(options),
+        in_slots=slotted,
     )
 
 
@@ -421,6 +442,45 @@ def order_places(options: Options) -> tuple[Argument, ...]:
         return ()
     names = ("turns", "ranks") if options.stored else ("turns",)
     return tuple(Argument(name, "*i32") for name in names)
+
+
+def slot_places(options: Options, *, in_slots: bool) -> tuple[Argument, ...]:
+    """For how many kv heads there are sums of dq, who is done with them, the sums, and dq."""
+    if not in_slots:
+        return ()
+    found = [Argument("slots", "i32"), Argument("counters", "*i32"), Argument("sums", "*fp32")]
+    return (*found, Argument("dq", POINTER_TYPE[options.dtype]), *strides(("dq",), "i64"))
+
+
+def in_slots(program: Typed, options: Options) -> bool:
+    """Whether sums of dq of a few kv heads do, since no kv tile is busy much longer than others.
+
+    One that was would hold up the heads that wait for its sums.
+    """
+    if options.stored or options.has_kv_lens or options.offset_per_batch:
+        return False
+    if not program.has_mask:
+        return True
+    (piece,) = solve(program.given_mask, "i")
+    # The ends of a key's queries are the same for all keys, or one on for the next key.
+    bounds = (*piece.los, *piece.his)
+    return not piece.guards and all(slope(bound, "j") in (0, 1) for bound in bounds)
+
+
+def counts_of(heads: int) -> int:
+    """By kv head: programs that have added to its sums of dq, and warps that cleared them."""
+    return 2 * heads
+
+
+def slots_of(heads: int, tiles: int, processors: int) -> int:
+    """For how many of `heads` kv heads of so many kv tiles there are sums of dq at a time.
+
+    Programs of two heads clear those of the next two, or of the last four, after heads before
+    theirs. Of all heads where most would be needed.
+    """
+    ahead = round(PROGRAMS_AHEAD * processors / max(tiles, 1))
+    slots = max(ahead, LAST_HEADS) + 2
+    return slots if 2 * slots <= heads else heads
 
 
 def width_of(options: Options) -> int:
@@ -478,8 +538,8 @@ def rows_plan(
     tensor, offset = POINTER_TYPE[options.dtype], "i64" if options.wide_offsets else "i32"
     names = ("lse", "grad_lse", "row_values", "dq_sums")
     found = [Argument("o", tensor), Argument("do", tensor), *(Argument(n, "*fp32") for n in names)]
-    found += strides(("o", "do", "grad_lse"), offset)
-    found += [Argument("q_len", "i32"), Argument("q_heads", "i32")]
+    found += [Argument("counters", "*i32"), *strides(("o", "do", "grad_lse"), offset)]
+    found += [Argument(n, "i32") for n in ("q_len", "q_heads", "sum_tiles", "counts")]
     found += [Argument("residual", "*i32")] if has_residual else []
     found += [Argument("turns", "*i32")] if ordered else []
     return SmallPlan(
@@ -510,7 +570,7 @@ def finish_plan(options: Options, target: Target, block_m: int, dq_columns: int)
         f"dq out of its sums: Triton, {target}",
         target,
         options,
-        (*found, Argument("q_len", "i32"), Argument("q_heads", "i32")),
+        (*found, *(Argument(n, "i32") for n in ("q_len", "q_heads", "kv_heads", "group", "slots"))),
         {
             "HEAD_DIM": options.head_dim,
             "BLOCK_D": width_of(options),

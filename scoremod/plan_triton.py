@@ -399,8 +399,8 @@ def padded(head_dim: int) -> int:
 
 
 def residual_words(v_head_dim: int) -> int:
-    """Int32 of a row of o's residual: 4 bits an element, 32 elements in 4 words (`packed`)."""
-    return -(-v_head_dim // 32) * 4
+    """Int32 of a row of o's residual: 2 bits an element, 64 elements in 4 words (`packed`)."""
+    return -(-v_head_dim // 64) * 4
 
 
 def tiles_of(program: Typed, options: Options, target: Target) -> tuple[Tile, ...]:

@@ -15,12 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from test_hopper import taken
 
 from scoremod import Variant, backward_hopper, explain, parse, variants
 from scoremod.backends.compile_hopper import spills_in_loops
-from scoremod.backends.compile_hopper_backward import complaint, launched
+from scoremod.backends.compile_hopper_backward import complaint, constants, launched
 from scoremod.backends.compile_triton import Kernel, Report, softmax_loops
+from scoremod.backward_hopper import Kernels, Scratch
 from scoremod.backward_triton import call_of
 from scoremod.blocks import Blocks
 from scoremod.cache import Cache
@@ -31,11 +34,15 @@ from scoremod.plan import Typed, assumed_params, typed
 from scoremod.plan_hopper_backward import (
     CONFIGS,
     CONSUMER_REGISTERS,
+    LAST_HEADS,
+    PROGRAMS_AHEAD,
     SPILLS,
     WARP_REGISTERS,
     HopperBackwardPlan,
+    slots_of,
 )
 from scoremod.plan_triton import Options
+from scoremod.ready import Ready
 from scoremod.target import parse_target
 
 H200 = parse_target("cuda:90")
@@ -330,18 +337,72 @@ def test_a_structure_is_read_where_queries_are_not_one_range() -> None:
 def test_kv_tiles_take_turns_where_the_same_bits_are_asked_for() -> None:
     for variant in (NOOP, variants.causal, DOCUMENTS):
         text = backward_hopper.source(plans(variant, 64, deterministic=True)[0])
-        # Programs are numbered as they start, and begin with the last kv tile.
-        assert "program = gl.atomic_add(turns" in text and "- 1 - kv_tile" in text
+        # Programs begin with the last kv tile.
+        assert "- 1 - kv_tile" in text
         adding = text[text.index("def add_up(") :]
         steps = ("wait_for_turn(", "add_to(", "wait_until_read(0)", "pass_turn_on(")
         places = [adding.index(step) for step in steps]
         assert places == sorted(places)
-        assert "program_id(0)," not in text and "start_n // BLOCK_M %" not in text
-        assert "wait_for_turn" not in backward_hopper.source(plans(variant, 64)[0])
+        assert "start_n // BLOCK_M %" not in text
+        plain = backward_hopper.source(plans(variant, 64)[0])
+        assert "turns" not in plain and "pass_turn_on" not in plain
     made = {v: plans(v, deterministic=True)[0] for v in (NOOP, variants.causal)}
     # Ranks are read where a mask decides who visits a tile.
-    assert [a.name for a in launched(made[NOOP])][-1:] == ["turns"]
-    assert [a.name for a in launched(made[variants.causal])][-2:] == ["turns", "ranks"]
+    names = {v: [a.name for a in launched(plan)] for v, plan in made.items()}
+    assert names[NOOP][-8:-4] == ["turns", "slots", "counters", "sums"]
+    assert names[variants.causal][-2:] == ["turns", "ranks"]
+
+
+# What kv tiles of the same head see: about as many queries each, or not.
+@pytest.mark.parametrize(
+    ("variant", "changes", "slotted"),
+    [
+        (NOOP, {}, True),
+        (NOOP, {"deterministic": True}, True),
+        (NOOP, {"has_kv_lens": True}, False),
+        (NOOP, {"blocks": True}, False),
+        (variants.causal, {}, True),
+        (variants.causal, {"offset_per_batch": True}, False),
+        (variants.causal, {"deterministic": True}, False),
+        (variants.sliding_window, {}, True),
+        (FIVE["softcap"], {}, True),
+        (parse("variant all_see_some(n: int) { mask j < n or i >= j }"), {}, False),
+        (parse("variant every_other() { mask i >= 2 * j }"), {}, False),
+        (parse("variant by_head(width: i32[H]) { mask abs(i - j) < width[h] }"), {}, False),
+        (
+            parse("variant strip(first: int, n: int) { mask i >= first and i < first + n }"),
+            {},
+            True,
+        ),
+        (DOCUMENTS, {}, False),
+    ],
+    ids=lambda x: x.name if isinstance(x, Variant) else str(x),
+)
+def test_sums_of_a_few_heads_do_where_tiles_take_as_long_as_each_other(
+    variant: Variant, changes: dict[str, bool], slotted: bool
+) -> None:
+    plan = plans(variant, **changes)[0]
+    text = backward_hopper.source(plan)
+    assert plan.in_slots == slotted == ("def make_dq(" in text)
+    assert ("sums" in [a.name for a in launched(plan)]) == slotted
+    assert plan.worker_warps == ([4, 1, 1, 2] if slotted else [4, 1, 1])
+
+
+@given(heads=st.integers(1, 4096), tiles=st.integers(0, 9999), processors=st.integers(1, 160))
+def test_slots_are_enough_and_save_something(heads: int, tiles: int, processors: int) -> None:
+    slots = slots_of(heads, tiles, processors)
+    # Nobody waits for a head that is at work beside it.
+    assert slots == heads or LAST_HEADS + 2 <= slots <= heads // 2
+    if slots < heads and slots > LAST_HEADS + 2:
+        # So many programs begin between the last that adds to a slot and the first that clears it.
+        since = (slots - 2) * max(tiles, 1)
+        assert since >= PROGRAMS_AHEAD * processors - tiles / 2
+
+
+def test_sums_take_less_than_a_twentieth_of_all_else() -> None:
+    """2 x 16 heads of 8,192 tokens and head dim 128 on 132 multiprocessors."""
+    slots = slots_of(32, 64, 132)
+    assert 4 * slots * 8192 * 128 < 0.05 * 8 * 2 * 32 * 8192 * 128
 
 
 def test_keys_beyond_the_end_are_cut_before_products_see_them() -> None:
@@ -358,12 +419,18 @@ def test_arguments_reach_the_kernel_in_its_order() -> None:
     known, bound = variant._bind({"slopes": torch.rand(4)}, inputs.sizes, inputs.q.device)
     result = Result(inputs.q, torch.empty(2, 4, 128), inputs.q, None)
     call = call_of(variant._type(known, bound), inputs, bound, result, Wanted(True, True, True))
-    rows, sums = torch.empty(8), torch.empty(3, 256)
-    values = backward_hopper.arguments(call, inputs.q, (inputs.k, inputs.v), (rows, sums))
-    given = dict(zip(names, values, strict=True))
-    assert (given["q_size_1"], given["dk_stride_2"], given["sm_scale"]) == (4, 64, 0.5)
-    assert (given["q_offset"], given["slopes_size_0"]) == (7, 4)
-    assert given["row_values"] is rows and given["dq_sums_size_0"] == 3
+    rows, sums, counters = torch.empty(8), torch.empty(3, 256), torch.empty(9)
+    scratch = Scratch(rows, sums, 4, counters, ())
+    made = Ready(lambda *_: None, constants(plan))
+    kernels = Kernels(plan.options, True, made, made, made)
+    dq = torch.empty(2, 4, 128, 64)
+    values = backward_hopper.arguments(call, kernels, scratch, inputs.q, (dq, inputs.k, inputs.v))
+    found = dict(zip(names, values, strict=True))
+    assert found["counters"] is counters and found["slots"] == 4 and found["sums"] is sums
+    assert found["dq"] is dq and found["dq_stride_l"] == 64
+    assert (found["q_size_1"], found["dk_stride_2"], found["sm_scale"]) == (4, 64, 0.5)
+    assert (found["q_offset"], found["slopes_size_0"]) == (7, 4)
+    assert found["row_values"] is rows and found["dq_sums_size_0"] == 3
 
 
 def test_one_kernel_serves_all_lengths_and_scales() -> None:

@@ -12,6 +12,7 @@ import torch
 from attention_cases import NOOP, on
 
 from scoremod import attend_triton, backward_hopper, backward_triton, parse, ready, variants
+from scoremod.backward_hopper import Scratch
 from scoremod.backward_triton import Call, call_of
 from scoremod.gradients import Gradients, Result, Wanted
 from scoremod.inputs import check_inputs
@@ -79,11 +80,21 @@ def in_place(column: int) -> int:
     return column % 8 // 2 * 16 + column // 8 * 2 + column % 2
 
 
+def looked_at(call: Call, block_m: int, slots: int) -> Scratch:
+    """What the kernel before the main one leaves in memory full of sevens."""
+    scratch = backward_hopper.scratch_of(call, block_m, slots)
+    for x in (scratch.rows, scratch.sums, scratch.counters, *scratch.turns):
+        x.fill_(7)
+    kernel = backward_hopper.rows_kernel(call, block_m)
+    backward_hopper.look_at_rows(call, kernel, call.grad_out, block_m, scratch)
+    return scratch
+
+
 @pytest.mark.parametrize("block_m", [64, 128])
 def test_what_the_backward_needs_of_each_row(block_m: int) -> None:
     call = made_up()
-    kernel = backward_hopper.rows_kernel(call, block_m)
-    rows, sums = backward_hopper.look_at_rows(call, kernel, call.grad_out, block_m)
+    scratch = looked_at(call, block_m, slots=6)
+    rows, sums = scratch.rows, scratch.sums
     assert sums.abs().max() == 0 and sums.numel() == -(-150 // block_m) * block_m * 6 * 128
     order = [in_place(m % 64) + m // 64 * 64 for m in range(block_m)]
     lse, delta = rows.view(2, 3, -1, 2, block_m)[..., order].unbind(3)
@@ -99,30 +110,40 @@ def test_what_the_backward_needs_of_each_row(block_m: int) -> None:
     assert (lse[..., 150:] == float("inf")).all() and (delta[..., 150:] == 0).all()
 
 
-def test_turns_are_cleared_beside_the_sums() -> None:
+@pytest.mark.parametrize("slots", [2, 6])
+def test_what_is_counted_and_added_up_is_cleared(slots: int) -> None:
     call = made_up()
     call = replace(call, inputs=replace(call.inputs, deterministic=True))
-    (turns,) = backward_hopper.turns_of(call, 64)
-    turns.fill_(7)
-    kernel = backward_hopper.rows_kernel(call, 64)
-    backward_hopper.look_at_rows(call, kernel, call.grad_out, 64, [turns])
-    # One of each q tile of six heads, and that of programs which have started.
-    assert turns.numel() == 3 * 6 + 1 and turns.abs().max() == 0
+    scratch = looked_at(call, 64, slots)
+    assert scratch.sums.numel() == slots * 3 * 64 * 128 and scratch.sums.abs().max() == 0
+    (turns,) = scratch.turns
+    assert turns.numel() == 3 * 6 and turns.abs().max() == 0  # a q tile of each head
+    # Two of each head.
+    assert scratch.counters.numel() == 12 and scratch.counters.abs().max() == 0
 
 
-@pytest.mark.parametrize(("block_m", "columns"), [(64, 64), (128, 128)])
-def test_dq_out_of_its_sums(block_m: int, columns: int) -> None:
+@pytest.mark.parametrize(
+    ("block_m", "columns", "slots"), [(64, 64, 6), (128, 128, 6), (64, 64, 4), (128, 64, 5)]
+)
+def test_dq_out_of_its_sums(block_m: int, columns: int, slots: int) -> None:
+    """Of all heads, or of the last ones, each in its slot; dq of the others is there already."""
     call = made_up()
     tiles = backward_hopper.q_tiles_of(call, block_m)
-    dq = on("triton", torch.randn(2, 3, tiles * block_m // 6, 128))
+    wanted = on("triton", torch.randn(6, tiles * block_m // 6, 128))
     # As a product's threads hold it: warp, half, row, chunk, pair, column of each 64 x columns.
-    parts = dq.view(-1, 64, 128 // columns, columns).transpose(1, 2).reshape(-1, 64, columns)
-    parts = parts.view(-1, 4, 2, 8, columns // 8, 4, 2).permute(0, 4, 1, 3, 5, 2, 6)
-    sums = parts.reshape(-1, 256).contiguous()
+    parts = wanted.view(6, -1, 64, 128 // columns, columns).transpose(2, 3)
+    parts = parts.reshape(6, -1, 4, 2, 8, columns // 8, 4, 2).permute(0, 1, 5, 2, 4, 6, 3, 7)
+    scratch = backward_hopper.scratch_of(call, block_m, slots)
+    for head in range(6 - slots, 6):
+        scratch.sums.view(slots, -1)[head % slots] = parts[head].flatten()
+    dq = torch.full_like(call.inputs.q, 7)
     kernel = backward_hopper.finish_kernel(call, block_m, columns)
-    found = backward_hopper.finished(call, kernel, sums, block_m)
-    scale = call.inputs.scale
-    torch.testing.assert_close(found, (dq[:, :, :150, :72] * scale).half())
+    backward_hopper.finish(call, kernel, scratch, dq, block_m)
+    found = dq.view(6, 150, 72)
+    assert (found[: 6 - slots] == 7).all()
+    torch.testing.assert_close(
+        found[6 - slots :], (wanted[6 - slots :, :150, :72] * call.inputs.scale).half()
+    )
 
 
 # -- turns, in Triton's interpreter ------------------------------------------------------------

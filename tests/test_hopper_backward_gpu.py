@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import scoremod
-from scoremod import Variant, attend_hopper, backward_triton, parse, variants
+from scoremod import Variant, attend_hopper, backward_hopper, backward_triton, parse, variants
 
 pytestmark = pytest.mark.gpu
 
@@ -80,6 +80,7 @@ class Case:
     v_head_dim: int | None = None
     kv_heads: int = 4
     kv_batch: int = 2
+    batch: int = 2
     dtype: torch.dtype = bf16
     transposed: bool = False  # heads behind the length in memory
     call: dict[str, Any] = field(default_factory=dict)
@@ -90,15 +91,15 @@ class Case:
         torch.manual_seed(0)
         v_head_dim = self.v_head_dim or self.head_dim
         shapes = (
-            (2, 4, self.q_len, self.head_dim),
+            (self.batch, 4, self.q_len, self.head_dim),
             (self.kv_batch, self.kv_heads, self.kv_len, self.head_dim),
             (self.kv_batch, self.kv_heads, self.kv_len, v_head_dim),
-            (2, 4, self.q_len, v_head_dim),
+            (self.batch, 4, self.q_len, v_head_dim),
         )
         found = [torch.randn(s, device="cuda").to(self.dtype) for s in shapes]
         if self.transposed:
             found = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in found]
-        return (*found, torch.randn(2, 4, self.q_len, device="cuda"))
+        return (*found, torch.randn(self.batch, 4, self.q_len, device="cuda"))
 
     def given(self) -> dict[str, Any]:
         """What the call brings besides: captures, offsets, ends, blocks."""
@@ -207,7 +208,10 @@ def gradients(
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_agree_with_the_oracle(name: str) -> None:
-    case = CASES[name]
+    agrees_with_the_oracle(CASES[name])
+
+
+def agrees_with_the_oracle(case: Case) -> None:
     q, k, v, do, dlse = case.tensors()
     call = case.given()
     qkv = (q, *(beyond_is_nan(x, call.get("kv_lens")) for x in (k, v)))
@@ -225,6 +229,58 @@ def test_gradients_agree_with_the_oracle(name: str) -> None:
         # p and ds are rounded to 8 bits in bf16, to 11 in fp16: 2.5e-3 and 3e-4 were seen.
         limit = 5e-3 if case.dtype is bf16 else 6e-4
         assert float((mine.double() - theirs).norm() / theirs.norm()) < limit
+
+
+# Of many heads, whose sums of dq take six slots in turns.
+SLOTTED: dict[str, Case] = {
+    "every pair": Case(NOOP, 700, 900, 128, batch=5, kv_batch=5),
+    "causal, narrow": Case(variants.causal, 900, 900, 64, batch=5, kv_batch=5),
+    "causal, padded, grouped heads, transposed": Case(
+        variants.causal, 457, 700, 96, kv_heads=2, batch=7, kv_batch=7, transposed=True
+    ),
+    "a window, fp16, k and v for all sequences": Case(
+        variants.sliding_window, 900, 900, 128, batch=5, kv_batch=1, dtype=f16, call={"window": 90}
+    ),
+    "soft-cap, narrow, one kv head": Case(SOFTCAP, 333, 333, 64, kv_heads=1, batch=9, kv_batch=9),
+    "few queries": Case(NOOP, 17, 3000, 128, batch=5, kv_batch=5),
+    "few keys": Case(NOOP, 3000, 100, 64, batch=5, kv_batch=5),
+}
+
+
+@pytest.fixture
+def six_slots(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sums of dq for the fewest heads, so that programs have to wait; how many heads there were."""
+    asked: list[int] = []
+
+    def slots(heads: int, tiles: int, processors: int) -> int:
+        asked.append(heads)
+        return 6
+
+    monkeypatch.setattr(backward_hopper, "slots_of", slots)
+    return asked
+
+
+@pytest.mark.parametrize("name", SLOTTED)
+def test_heads_take_the_sums_of_others(name: str, six_slots: list[int]) -> None:
+    case = SLOTTED[name]
+    agrees_with_the_oracle(case)
+    assert six_slots == [case.batch * case.kv_heads] and six_slots[0] > 8
+
+
+def test_the_same_bits_where_heads_take_the_sums_of_others(six_slots: list[int]) -> None:
+    q, k, v, do, dlse = SLOTTED["every pair"].tensors()
+
+    def run() -> list[torch.Tensor]:
+        return gradients(
+            lambda *x, **more: NOOP(*x, backend="hopper", deterministic=True, **more),
+            (q, k, v),
+            (do, dlse),
+        )
+
+    first = run()
+    for _ in range(4):
+        assert all(torch.equal(x, y) for x, y in zip(first, run(), strict=True))
+    assert six_slots == [20] * 5
 
 
 def test_rows_and_keys_without_pairs_have_gradients_of_exactly_zero() -> None:

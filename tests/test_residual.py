@@ -18,18 +18,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from scoremod import attend_triton, backward_hopper, library, variants
+from scoremod import Variant, attend_triton, backward_hopper, library, parse, variants
 from scoremod.backends.triton import TRITON
 from scoremod.backward_triton import backward, call_of, row_values
 from scoremod.gradients import Answer, Result, Wanted
 from scoremod.inputs import HALVES, check_inputs
-from scoremod.plan import typed
+from scoremod.plan import assumed_params, typed
 from scoremod.plan_triton import residual_words
 from scoremod.ready import Interpreted, _interpreted
 from scoremod.render import _steps_of, _with_shared_steps
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for Triton's interpreter")
 CAUSAL = typed(variants.causal._program, ())
+NEAR = parse("variant near() { mask abs(i - j) < 9 }")  # rows see few keys
 ALL = Wanted(True, True, True)
 
 # -- the two steps -----------------------------------------------------------------------------
@@ -77,13 +78,14 @@ def last_places(o: Tensor) -> Tensor:
 
 
 def check_round_trip(x: Tensor, dtype: torch.dtype, width: int) -> None:
-    """Within a 16th of the last place; down where float16 has no more exponents, no farther off."""
+    """Within an eighth of the last place; where float16 has no more exponents, not much farther."""
     found, x = round_trip(x, dtype, width).double(), x.reshape(-1, width).double()
     o = x.to(dtype)
     error, before, normal = (found - x).abs(), (o.double() - x).abs(), torch.finfo(dtype).tiny
-    assert (error <= last_places(o) / 16)[o.abs() > normal].all()
+    assert (error <= last_places(o) / 8)[o.abs() > normal].all()
     if dtype is f16:  # the interpreter converts such numbers of bfloat16 wrongly
-        assert (error <= before)[o.abs() <= normal].all()
+        farther = o.double().abs() * 2**-13 + torch.finfo(f32).tiny
+        assert (error <= before + farther)[o.abs() <= normal].all()
 
 
 AWKWARD = [0.0, -0.0, 1.0, 1 - 2**-12, 2 - 2**-12, -(4 - 2**-9), 2**-14, 2**-14 - 2**-25, 3e-8]
@@ -119,25 +121,25 @@ def test_what_is_not_finite_stays_so() -> None:
 def unpacked(words: Tensor, v_head_dim: int) -> Tensor:
     """Codes [..., Dv] of packed words, written from the format's description."""
     columns = torch.arange(v_head_dim)
-    word = columns // 32 * 4 + columns % 8 // 2
-    place = columns % 32 // 8 * 8 + columns % 2 * 4
-    nibbles = (words[..., word].long() >> place) & 15
-    return torch.where(nibbles > 7, nibbles - 16, nibbles)
+    word = columns // 64 * 4 + columns % 8 // 2
+    place = columns % 64 // 8 * 4 + columns % 2 * 2
+    codes = (words[..., word].long() >> place) & 3
+    return torch.where(codes > 1, codes - 4, codes)
 
 
 def in_columns(v_head_dim: int) -> Tensor:
     """The bits of a row's words that belong to columns: int32 [words]."""
     bits = [0] * residual_words(v_head_dim)
     for column in range(v_head_dim):
-        place = column % 32 // 8 * 8 + column % 2 * 4
-        bits[column // 32 * 4 + column % 8 // 2] |= 15 << place
+        place = column % 64 // 8 * 4 + column % 2 * 2
+        bits[column // 64 * 4 + column % 8 // 2] |= 3 << place
     return torch.tensor(bits).to(torch.uint32).view(torch.int32)
 
 
 @interpreted
 @pytest.mark.parametrize("v_head_dim", [72, 64, 19])
 def test_both_backwards_restore_o(v_head_dim: int) -> None:
-    """Of rows of codes out of thin air; dims that no chunk of 32 columns fits."""
+    """Of rows of codes out of thin air; dims that no chunk of 64 columns fits."""
     torch.manual_seed(1)
     shape = (2, 3, 70)
     q = torch.randn(*shape, 64).half()
@@ -149,14 +151,15 @@ def test_both_backwards_restore_o(v_head_dim: int) -> None:
     )
     result = Result(out, torch.zeros(shape), do, None, words)
     call = call_of(typed(NOOP._program, ()), inputs, (), result, ALL)
-    shifted = out.float().view(torch.int32) + (unpacked(words, v_head_dim).int() << 9)
+    shifted = out.float().view(torch.int32) + (unpacked(words, v_head_dim).int() << 11) + 1024
     exact = (shifted.view(f32).double() * do.double()).sum(3)
     torch.testing.assert_close(row_values(call)[..., 1].double(), exact, rtol=1e-5, atol=1e-4)
     assert (exact - (out.double() * do.double()).sum(3)).abs().max() > 1e-3
     if v_head_dim % 8 == 0:
         kernel = backward_hopper.rows_kernel(call, 64)
-        rows, _ = backward_hopper.look_at_rows(call, kernel, do, 64)
-        found = rows.view(2, 3, -1, 2, 64)[..., 1, :].flatten(2).sort().values
+        scratch = backward_hopper.scratch_of(call, 64, 6)
+        backward_hopper.look_at_rows(call, kernel, do, 64, scratch)
+        found = scratch.rows.view(2, 3, -1, 2, 64)[..., 1, :].flatten(2).sort().values
         padded = torch.cat([exact, torch.zeros(2, 3, 58)], 2).sort().values
         torch.testing.assert_close(found.double(), padded, rtol=1e-5, atol=1e-4)
 
@@ -171,7 +174,7 @@ def peaked(dtype: torch.dtype, **options: Any) -> tuple[Any, Answer, Tensor]:
 
 
 def test_gradients_of_peaked_attention_are_nearer() -> None:
-    """dq's error, in units of rounding the exact dq: delta's part of it is gone."""
+    """dq's error, in units of rounding the exact dq: a quarter of delta's part is left."""
     inputs, answer, do = peaked(f16, keeps_residual=True)
     leaves = [x.double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     out = variants.causal.eager(*leaves, scale=1.0)
@@ -184,7 +187,7 @@ def test_gradients_of_peaked_attention_are_nearer() -> None:
         assert dq is not None
         return float((dq.double() - exact).square().mean().sqrt() / rounding)
 
-    assert error(answer.residual) < 1.6 < 2.5 < error(None)
+    assert error(answer.residual) < 1.85 < 2.5 < error(None)
 
 
 # -- which forwards keep it --------------------------------------------------------------------
@@ -192,20 +195,53 @@ def test_gradients_of_peaked_attention_are_nearer() -> None:
 SMALL = Shape(1, 2, 1, 20, 24, 16, 24)
 
 
-def kept(dtype: torch.dtype, backend: str = "triton") -> list[Tensor]:
-    """The int32 tensors that an eager call saves."""
+def kept(
+    dtype: torch.dtype, backend: str = "triton", variant: Variant = NEAR, **call: Any
+) -> list[Tensor]:
+    """The int32 tensors that an eager call saves, but those that it is given."""
     q, k, v = (leaf(x) for x in on(backend, tensors(SMALL, dtype)))
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        variants.causal(q, k, v, backend=backend)
-    return [x for x in saved if x.dtype is torch.int32]
+        variant(q, k, v, backend=backend, **call)
+    given = [x for x in call.values() if isinstance(x, Tensor)]
+    return [x for x in saved if x.dtype is torch.int32 and not any(x is y for y in given)]
 
 
-def test_calls_in_16_bits_keep_4_bits_an_element() -> None:
+def test_calls_in_16_bits_keep_2_bits_an_element() -> None:
     for dtype in HALVES:
         (residual,) = kept(dtype)
-        assert residual.shape == (1, 2, 20, 4)  # 24 columns take a chunk of 32
+        assert residual.shape == (1, 2, 20, 4)  # 24 columns take a chunk of 64
     assert not kept(f32) and not kept(f16, "cpu")
+
+
+FEW_KEYS = {
+    "every key": (NOOP, False),
+    "causal": (variants.causal, False),
+    "as many as there are from a query on": (parse("variant ahead() { mask j >= i }"), False),
+    "causal, an offset": (parse("variant late(n: int) { mask j <= i + n }"), False),
+    "a window": (variants.sliding_window, True),
+    "the first keys": (variants.prefix_lm, True),
+    "keys by what they are": (variants.document, True),
+    "every other query's": (parse("variant half() { mask 2 * j <= i }"), True),
+    "an end by head": (parse("variant ends(n: i32[H]) { mask j <= i + n[h] }"), True),
+    "some queries": (parse("variant some() { mask j <= i and i % 2 == 0 }"), True),
+    "a score of a pair's place": (variants.alibi & variants.causal, True),
+    "a score that may be steep": (variants.softcap & variants.causal, True),
+}
+
+
+@pytest.mark.parametrize("name", FEW_KEYS)
+def test_it_is_kept_where_rows_may_see_few_keys_or_weigh_few(name: str) -> None:
+    variant, few = FEW_KEYS[name]
+    program = typed(variant._program, assumed_params(variant._program))
+    assert program.sees_many_keys != few
+
+
+def test_calls_keep_it_by_what_they_ask_for() -> None:
+    assert not kept(f16, variant=variants.causal)
+    assert kept(f16, variant=variants.alibi & variants.causal, slopes=on("triton", torch.rand(2)))
+    some = on("triton", torch.ones(1, 1, dtype=torch.bool))
+    assert kept(f16, variant=variants.causal, tiles=(some, 128))
 
 
 def test_the_output_is_the_same_bits_with_and_without() -> None:
@@ -269,7 +305,7 @@ def operator_call(qkv: tuple[Tensor, ...]) -> tuple[Any, ...]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "_attend", lambda *args: seen.append(args) or operator(*args))
         with torch.utils.flop_counter.FlopCounterMode(display=False):  # any mode will do
-            variants.causal(*qkv, backend="triton")
+            NEAR(*qkv, backend="triton")
     return seen[0]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..errors import Span
-from ..ir.expr import Expr, const, make
+from ..ir.expr import Expr, const, index, make
 from ..ir.ops import INT_MAX, Op, Type
 from ..ir.show import show
 from .facts import bounds, exact, magnitude
@@ -79,6 +79,18 @@ class Sum:
         if not self.terms:
             return const(self.constant, span)
         return _spelled(self, span)
+
+
+def slope(e: Expr, x: str) -> int | None:
+    """By how much e grows with i or j; None where it depends on more than that and scalars."""
+    terms = Sum.of(e).terms
+    others = (term for term in terms if term != index(x))
+    if any(term.names & _PLACES for term in others):
+        return None
+    return terms.get(index(x), 0)
+
+
+_PLACES = INDICES | {"b", "h", "hk"}
 
 
 def _spelled(total: Sum, span: Span | None) -> Expr:

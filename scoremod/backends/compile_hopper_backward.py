@@ -86,4 +86,9 @@ def _source(function: Any, plan: HopperBackwardPlan) -> Any:
             f"the plan and the text of `{MAIN}` differ in their arguments",
             hint="this is a defect of scoremod, not of the variant",
         )
-    return GluonASTSource(function, types)
+    # Allocations begin at multiples of 16 bytes, and rows of what TMA reads like dq are such.
+    known = {"sums": 16, "dq": 16, "dq_stride_b": 8, "dq_stride_h": 8, "dq_stride_l": 8}
+    divisors = {
+        (k,): [["tt.divisibility", known[name]]] for k, name in enumerate(types) if name in known
+    }
+    return GluonASTSource(function, types, attrs=divisors)

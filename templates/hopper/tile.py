@@ -433,6 +433,48 @@ def in_thread_order(x):
     return x.reshape([2 * CHUNKS, 256])
 
 
+# Where heads take the sums of others, two are at work at a time. The last ones are together, or
+# their longest tiles would run on alone.
+
+
+@gluon.jit
+def heads_in_pairs(program, tiles, heads):
+    """The (head, tile) of a program: heads two by two, then the last three or four together."""
+    last = first_of_last_heads(heads)
+    in_pairs = program < last * tiles
+    size, first = gl.where(in_pairs, 2, heads - last), gl.where(in_pairs, 0, last)
+    place = program - first * tiles
+    group = place // (size * tiles)
+    rest = place - group * (size * tiles)
+    return first + group * size + rest % size, rest // size
+
+
+@gluon.jit
+def end_of_next_heads(head, heads):
+    """Where the heads end whose sums programs of a head clear: every second one from two on."""
+    last = first_of_last_heads(heads)
+    end = gl.where(head + 2 < last, head + 3, heads)
+    return gl.where(head < last, end, head)
+
+
+@gluon.jit
+def first_of_last_heads(heads):
+    """The first of the last three or four, after an even number of others; 0 of fewer heads."""
+    return gl.maximum(heads - 3, 0) // 2 * 2
+
+
+@gluon.jit
+def places_of_records():
+    """Of the 512 values, two records of `in_thread_order`, that are 8 columns of a product [64, .]:
+    their places there, their rows and their columns, a warp having neighbours.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, gl.num_warps()], [1, 0])
+    record = gl.arange(0, 2, layout=gl.SliceLayout(1, layout))[:, None]
+    value = gl.arange(0, 256, layout=gl.SliceLayout(0, layout))[None, :]
+    row = record * 32 + value // 128 * 16 + value // 2 % 2 * 8 + value // 16 % 8
+    return record * 256 + value, row, record * 0 + value // 4 % 4 * 2 + value % 2
+
+
 @gluon.jit
 def hand_over(dq, step, dq_smem, full, empty):
     """Leave a part of dq to the warp that adds it up."""
@@ -477,6 +519,27 @@ def pass_turn_on(place, turn):
         }""",
         "=r,l,r",
         [gl.cast(place, gl.int64), turn],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def count_as_done(place):
+    """Count each of these warps at `place`, and let who waits for that see what it wrote."""
+    # A look at %tid.x costs consumers registers (50 accesses to spilled ones a tile).
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred one; .reg .b32 lane;
+        bar.warp.sync 0xffffffff;
+        mov.b32 lane, %laneid;
+        setp.eq.b32 one, lane, 0;
+        @one red.release.gpu.global.add.u32 [$1], 1;
+        mov.b32 $0, lane;
+        }""",
+        "=r,l",
+        [gl.cast(place, gl.int64)],
         gl.int32,
         is_pure=False,
         pack=1,

@@ -462,34 +462,34 @@ def bits_of(x):
 
 @triton.jit
 def residual_codes(x, o):
-    """The residual x - o of floats rounded to `o`: -8..7 in two's complement of 4 bits."""
-    SHIFT: tl.constexpr = 9 if o.dtype == tl.float16 else 12
-    apart = bits_of(x) - bits_of(o) + (1 << (SHIFT - 1))
-    apart = tl.minimum(apart, (8 << SHIFT) - 1)
+    """In which quarter of the last place of `o` what rounding took from x is: -2 to 1."""
+    QUARTER: tl.constexpr = 11 if o.dtype == tl.float16 else 14
+    apart = tl.minimum(bits_of(x) - bits_of(o), (2 << QUARTER) - 1)
     if o.dtype == tl.float16:
         # Where its exponents end, last places count more than here.
-        apart = tl.maximum(apart, -(8 << SHIFT))
-    return (apart >> SHIFT) & 15
+        apart = tl.maximum(apart, -(2 << QUARTER))
+    return (apart >> QUARTER) & 3
 
 
 @triton.jit
 def restored(o, codes):
-    """float32 within a 16th of the last place of what was rounded to `o`, mostly within a 32nd."""
-    SHIFT: tl.constexpr = 9 if o.dtype == tl.float16 else 12
-    near = (bits_of(o) + (codes << SHIFT)).to(tl.float32, bitcast=True)
+    """float32 within an eighth of the last place of what was rounded to `o`."""
+    QUARTER: tl.constexpr = 11 if o.dtype == tl.float16 else 14
+    middle = (codes << QUARTER) + (1 << (QUARTER - 1))
+    near = (bits_of(o) + middle).to(tl.float32, bitcast=True)
     # Numbers too large for float16 became infinite.
     return tl.where(tl.abs(o.to(tl.float32)) == float("inf"), o.to(tl.float32), near)
 
 
 @triton.jit
 def packed(codes, columns, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Codes [ROWS, WIDTH] as words of int32 [ROWS, 4 for 32 columns], without moving a value.
+    """Codes [ROWS, WIDTH] as words of int32 [ROWS, 4 for 64 columns], without moving a value.
 
-    Four threads share a row of a product, and hold two columns of each 8: word L of 32 columns has
-    the columns 2L and 2L + 1, those 8 further on in its next byte, and so on.
+    Four threads share a row of a product, and hold two columns of each 8: word L of 64 columns has
+    the columns 2L and 2L + 1, those 8 further on in its next 4 bits, and so on.
     """
-    GROUPS: tl.constexpr = 4 if WIDTH >= 32 else WIDTH // 8
-    codes = codes << (columns % 32 // 8 * 8 + columns % 2 * 4)[None, :]
+    GROUPS: tl.constexpr = 8 if WIDTH >= 64 else WIDTH // 8
+    codes = codes << (columns % 64 // 8 * 4 + columns % 2 * 2)[None, :]
     codes = tl.reshape(codes, [ROWS, WIDTH // (8 * GROUPS), GROUPS, 4, 2])
     return tl.reshape(tl.sum(tl.sum(codes, 4), 2), [ROWS, WIDTH // (2 * GROUPS)])
 
@@ -498,13 +498,13 @@ def packed(codes, columns, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 def load_codes(rows, exists, WORDS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Codes [ROWS, WIDTH] of rows of packed words; 0 in rows that do not exist.
 
-    The first bytes of 4 words have the codes of 8 columns of o, and so on.
+    The first 4 bits of 4 words have the codes of 8 columns of o, and so on.
     """
-    GROUPS: tl.constexpr = 4 if WIDTH >= 32 else WIDTH // 8
+    GROUPS: tl.constexpr = 8 if WIDTH >= 64 else WIDTH // 8
     chunk = tl.arange(0, WIDTH // (8 * GROUPS))[None, :, None, None]
     group = tl.arange(0, GROUPS)[None, None, :, None]
     word = 4 * chunk + tl.arange(0, 4)[None, None, None, :] + 0 * group
     inside = exists[:, None, None, None] & (word < WORDS)
     words = tl.load(rows[:, None, None, None] + word, mask=inside, other=0)
-    even, odd = words << (28 - 8 * group), words << (24 - 8 * group)
-    return tl.reshape(tl.join(even >> 28, odd >> 28), [ROWS, WIDTH])
+    even, odd = words << (30 - 4 * group), words << (28 - 4 * group)
+    return tl.reshape(tl.join(even >> 30, odd >> 30), [ROWS, WIDTH])
