@@ -95,7 +95,7 @@ def main() -> int:
             for backend in BACKENDS:
                 try:
                     rows.append(measured(name, sizes, backend))
-                except scoremod.ScoremodError as error:
+                except scoremod.errors.ScoremodError as error:
                     print(f"{name}, {backend}: {error}".splitlines()[0])
                     continue
                 print(rows[-1], flush=True)
