@@ -384,18 +384,22 @@ def _backward(job: Job, shelf: Shelf) -> Iterator[Item]:
                 yield from _structure(job, shelf, mine, made, transposed=kernel == DKDV)
     yield from _places(job, shelf, reads)
     if attend_hopper.is_hopper(target) and not _unfit_for_hoppers_backward(job, reads):
-        yield from _hopper_backward(job, shelf)
+        yield from _hopper_backward(job, shelf, sums_keys=False)
+        if any(KERNEL_OF[read.pattern] == DKDV for read in reads):
+            yield from _hopper_backward(job, shelf, sums_keys=True)
 
 
 def _unfit_for_hoppers_backward(job: Job, reads: Sequence[Read]) -> bool:
     chosen = job.options
     shape = (chosen.dtype, chosen.head_dim, chosen.v_head_dim)
-    return bool(backward_hopper.unfit_shape(*shape) or backward_hopper.unlearned(reads))
+    unlearned = backward_hopper.unlearned(job.program, reads)
+    return bool(backward_hopper.unfit_shape(*shape) or unlearned)
 
 
-def _hopper_backward(job: Job, shelf: Shelf) -> Iterator[Item]:
+def _hopper_backward(job: Job, shelf: Shelf, *, sums_keys: bool) -> Iterator[Item]:
     """Hopper's kernel of dq, dk and dv with those around it, or why there is none."""
-    chosen = backward_hopper.of_options(job.program, job.options)
+    chosen = replace(job.options, sums_keys=sums_keys)
+    chosen = backward_hopper.of_options(job.program, chosen)
     what = backward_hopper.backward_key(job.program, chosen)
     item = shelf.items.get(Kind.of(what, job.target))
     if item is None:

@@ -21,7 +21,17 @@ from .backends.compile_hopper import Refused
 from .backends.compile_hopper_backward import compile_plan
 from .backends.compile_triton import Kernel, compile_kernel
 from .backends.hopper import HOPPER, WITHOUT_PRODUCTS
-from .backward_triton import Call, call_of, collected, nothing, over_batch, row_values, sum_others
+from .backward_triton import (
+    Call,
+    Line,
+    call_of,
+    collected,
+    nothing,
+    over_batch,
+    row_values,
+    settled,
+    sum_others,
+)
 from .binding import ELEMENT_OF, Bound
 from .blocks import Blocks
 from .bundle import loaded
@@ -30,7 +40,9 @@ from .errors import BackendUnavailable, KernelMissing
 from .gradients import Gradients, Result, Wanted
 from .inputs import Inputs, empty_like_q, shared_values
 from .ir.capture import Kind
+from .ir.expr import ONE
 from .launch import device as gpu
+from .passes.derivative import d_ds
 from .passes.patterns import Pattern, Read
 from .plan import Typed
 from .plan_hopper import padded
@@ -57,7 +69,7 @@ from .plan_hopper_backward import (
     width_of,
 )
 from .plan_triton import Options, wide_scalars
-from .plan_triton_backward import learnable, reads_of
+from .plan_triton_backward import DIAGONALS, DKDV, DQ, PAIRS, learnable, reads_of
 from .ready import Interpreted, Ready, ready
 from .render import render
 from .structure import Sizes, Stored, differing
@@ -72,7 +84,7 @@ def backward(
 ) -> Gradients:
     """The gradients of a call whose forward ran on a Hopper GPU."""
     call = call_of(program, inputs, bound, result, wanted)
-    fits = not (unfit(program, inputs) or unlearned(call.reads))
+    fits = not (unfit(program, inputs) or unlearned(program, call.reads))
     kernels = kernels_of(call) if fits else None
     if kernels is None:
         return backward_triton.backward(program, inputs, bound, result, wanted)
@@ -82,10 +94,11 @@ def backward(
 
 def _gradients(call: Call, wanted: Wanted, kernels: Kernels) -> Gradients:
     found: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
-    if wanted.q or wanted.k or wanted.v:
-        found = tensor_gradients(call, kernels)
     by_read: dict[int, Tensor] = {}
-    if call.reads:
+    if wanted.q or wanted.k or wanted.v or call.reads_in(DKDV):
+        found = tensor_gradients(call, kernels, by_read)
+    sum_rows(call, by_read)
+    if call.reads_in(DIAGONALS) or call.reads_in(PAIRS):
         sum_others(call, row_values(call), by_read)
     return collected(call, wanted, found, by_read)
 
@@ -138,10 +151,14 @@ def ranks_bytes(program: Typed, inputs: Inputs) -> int:
     return 4 * batches * heads * -(-sizes.q_len // block_m) * -(-sizes.kv_len // BLOCK_N)
 
 
-def unlearned(reads: Sequence[Read]) -> str:
-    """Which captured gradient the portable dq, dk and dv kernels sum as well; "" for none."""
+def unlearned(program: Typed, reads: Sequence[Read]) -> str:
+    """Which captured gradient the portable dq, dk and dv kernels sum as well; "" for none.
+
+    What is added to all scores of a query or of a key, times a number, is summed here.
+    """
+    added = d_ds(program.given_score) == ONE
     for read in reads:
-        if read.pattern in _LINE:
+        if read.pattern in _LINE and not (added and read.slope.is_const):
             return f"the gradient of `{read.capture}` is summed per {_LINE[read.pattern]}"
     return ""
 
@@ -255,7 +272,8 @@ def of_options(program: Typed, chosen: Options) -> Options:
 
 def options_of(call: Call) -> Options:
     """What the main kernel is specialised for."""
-    chosen = replace(call.options, deterministic=call.inputs.must_repeat)
+    summed = bool(call.reads_in(DKDV))
+    chosen = replace(call.options, deterministic=call.inputs.must_repeat, sums_keys=summed)
     return of_options(call.program, chosen)
 
 
@@ -468,8 +486,10 @@ def compile_small(plan: SmallPlan) -> Kernel:
 # -- the call ----------------------------------------------------------------------------------
 
 
-def tensor_gradients(call: Call, kernels: Kernels) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv."""
+def tensor_gradients(
+    call: Call, kernels: Kernels, by_read: dict[int, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv; the gradients of what is read per key go to `by_read`."""
     kernel, q, k, v = kernels.main, call.inputs.q, call.inputs.k, call.inputs.v
     batch, kv_heads, kv_len, _ = k.expand(q.shape[0], -1, -1, -1).shape
     do = as_copyable(call.grad_out)
@@ -479,9 +499,31 @@ def tensor_gradients(call: Call, kernels: Kernels) -> tuple[Tensor, Tensor, Tens
     dq = empty_like_q(q, q.shape[3])
     dk, dv = (empty_like_q(x.expand(batch, -1, -1, -1), x.shape[3]) for x in (k, v))
     programs = -(-kv_len // kernel.block_n) * batch * kv_heads
-    kernel.run(programs, arguments(call, kernels, scratch, do, (dq, dk, dv)))
+    values = arguments(call, kernels, scratch, do, (dq, dk, dv))
+    if kernels.options.sums_keys:
+        sums = q.new_empty((*call.heads, kv_len), dtype=torch.float32)
+        values.append(sums)
+    kernel.run(programs, values)
+    if kernels.options.sums_keys:
+        settle(call, DKDV, sums, Line(Pattern.COLUMN, kv_len), by_read)
     finish(call, kernels.finish, scratch, dq, kernel.block_m)
     return dq, over_batch(dk, k), over_batch(dv, v)
+
+
+def sum_rows(call: Call, by_read: dict[int, Tensor]) -> None:
+    """Gradients of what is added to a query's scores, whose ds add up to its LSE's gradient."""
+    if call.reads_in(DQ):
+        grad_lse, lse = call.result.grad_lse, call.result.lse
+        sums = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(torch.float32)
+        sums = torch.where(lse == -torch.inf, 0.0, sums)
+        settle(call, DQ, sums, Line(Pattern.ROW, lse.shape[2]), by_read)
+
+
+def settle(call: Call, kernel: str, sums: Tensor, line: Line, by_read: dict[int, Tensor]) -> None:
+    """The gradients of reads along a line, of the sums of ds [B, Hq, length] that all share."""
+    for n in call.reads_in(kernel):
+        factor = call.reads[n].slope.attr
+        by_read[n] = settled(call, n, sums * factor, line)
 
 
 def slots_of_call(call: Call, kernel: Ready) -> int:

@@ -132,7 +132,7 @@ def _hopper_backward(program: Typed, chosen: Options, target: Target, unfit: str
         lines.append(_tuned("bench --tune-backward", note))
     if chosen.deterministic:
         lines.append("  dq       the same bits in each run: kv tiles add to it in turns")
-    learned = backward_hopper.unlearned(backward_hopper.possible_reads(program, chosen))
+    learned = backward_hopper.unlearned(program, backward_hopper.possible_reads(program, chosen))
     if learned:
         lines.append(f"  backward portable with learned captures: {learned}")
     if kernel is None:

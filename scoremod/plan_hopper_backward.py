@@ -195,6 +195,26 @@ class HopperBackwardPlan(TileReader):
     in_slots: bool  # there are sums of dq for a few kv heads only, in turns
 
     @property
+    def carried(self) -> str:
+        """What consumers carry from one q tile to the next."""
+        return "s, dk, dv, key_sums" if self.options.sums_keys else "s, dk, dv"
+
+    @property
+    def and_sums(self) -> str:
+        """Another result to wait for."""
+        return ", key_sums" if self.options.sums_keys else ""
+
+    @property
+    def and_ones(self) -> str:
+        """What ds is multiplied with for its sums."""
+        return ", ones" if self.options.sums_keys else ""
+
+    @property
+    def after_s(self) -> int:
+        """How many products are started between the second half's scores and its softmax."""
+        return 4 if self.options.sums_keys else 3
+
+    @property
     def scalars_in_memory(self) -> tuple[Argument, ...]:
         return scalars_in_memory(self.params)
 
@@ -428,6 +448,7 @@ def hopper_backward_plan(
             *(structure_places() if options.stored else ()),
             *order_places(options),
             *slot_places(options, in_slots=slotted),
+            *([Argument("ds_sums", "*fp32")] if options.sums_keys else []),
         ),
         config=config,
         block_d=width_of(options),

@@ -47,7 +47,9 @@ class Options:
     blocks: bool = False  # the user gives blocks that may be visited, too
     coarse: bool = False  # so many pairs that a structure of small tiles would take much memory
     keeps_residual: bool = False  # what rounding o to 16 bits takes away is written, too
-    deterministic: bool = False  # dq is added up in a fixed order (`plan_hopper_backward.py`)
+    # Of the Hopper backward (`plan_hopper_backward.py`):
+    deterministic: bool = False  # dq is added up in a fixed order
+    sums_keys: bool = False  # ds is summed per key, for the gradients of captures
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,7 @@ class Backward:
 
     def call(self, kernel: Kernel) -> Answers:
         kernels = backward_hopper.around(self.of, ready_kernel(kernel, self.of.device))
-        return lambda: backward_hopper.tensor_gradients(self.of, kernels)
+        return lambda: backward_hopper.tensor_gradients(self.of, kernels, {})
 
     def keep(self, target: Target, config: BackwardConfig, measured: dict[str, Any]) -> None:
         backward_hopper.keep_tuned(self.case.program, self.options, target, config, measured)

@@ -167,18 +167,76 @@ def test_deterministic_follows_torch_unless_told() -> None:
     [
         (variants.alibi, "the gradient of `slopes` is summed per query"),
         (
-            parse("variant v(t: f32[Lk]) { score s + t[j] }"),
+            parse("variant v(t: f32[Lk]) { score s + i * t[j] }"),
             "the gradient of `t` is summed per key",
         ),
+        (
+            parse("variant v(t: f32[Lk]) { score 2.0 * s + t[j] }"),
+            "the gradient of `t` is summed per key",
+        ),
+        (parse("variant v(t: f32[Lk]) { score s - 0.5 * t[j] }"), ""),
+        (parse("variant v(t: f32[H], u: f32[Lk]) { score s + t[h] - u[j] }"), ""),
+        (variants.forget_gate & variants.causal, ""),
         (variants.t5_bias, ""),
     ],
-    ids=["per query", "per key", "along diagonals"],
+    ids=[
+        "per query",
+        "per key, with weights",
+        "per key, where ds has a slope",
+        "per key",
+        "per head and per key",
+        "per query and per key",
+        "along diagonals",
+    ],
 )
 def test_captures_that_the_portable_kernels_sum_beside_dq_dk_and_dv(
     variant: Variant, words: str
 ) -> None:
     reads = backward_hopper.possible_reads(program(variant), options(64))
-    assert reads and backward_hopper.unlearned(reads) == words
+    assert reads and backward_hopper.unlearned(program(variant), reads) == words
+
+
+def test_ds_is_summed_where_somebody_learns_of_it() -> None:
+    for head_dim in (64, 128):
+        plain = backward_hopper.source(plans(FIVE["causal"], head_dim)[0])
+        summing = backward_hopper.source(plans(FIVE["causal"], head_dim, sums_keys=True)[0])
+        assert "key_sums" not in plain and "ds_sums" not in plain
+        # Once for each half of a q tile.
+        assert summing.count("key_sums = start_sums(") == (2 if head_dim == 64 else 1)
+    variant = parse("variant v(t: f32[H, L], u: f32[Lk]) { score s + t[h, i] - u[j] }")
+    for learned, summed in (((), False), (("t",), False), (("u",), True), (("t", "u"), True)):
+        values = {"t": torch.rand(4, 128), "u": torch.rand(128)}
+        for name in learned:
+            values[name].requires_grad_()
+        inputs = inputs_of()
+        known, bound = variant._bind(values, inputs.sizes, inputs.q.device)
+        result = Result(inputs.q, torch.empty(2, 4, 128), inputs.q, None)
+        wanted = Wanted(True, True, True, frozenset(learned))
+        call = call_of(variant._type(known, bound), inputs, bound, result, wanted)
+        assert backward_hopper.options_of(call).sums_keys == summed
+
+
+def test_what_is_added_to_a_query_learns_from_its_lse_alone() -> None:
+    """Whatever is added to all scores of a row changes nothing but its LSE."""
+    variant = parse("variant v(t: f32[B, H, L]) { score s - 3.0 * t[b, h, i] mask i > 1 }")
+    inputs = inputs_of()
+    bias = torch.randn(2, 4, 128, requires_grad=True)
+    known, bound = variant._bind({"t": bias}, inputs.sizes, inputs.q.device)
+    lse, grad_lse = torch.randn(2, 2, 4, 128)
+    lse[..., :2] = -torch.inf
+    wanted = Wanted(True, True, True, frozenset("t"))
+    for came in (None, grad_lse):
+        call = call_of(
+            variant._type(known, bound),
+            inputs,
+            bound,
+            Result(inputs.q, lse, inputs.q, came),
+            wanted,
+        )
+        found: dict[int, torch.Tensor] = {}
+        backward_hopper.sum_rows(call, found)
+        given = torch.zeros_like(lse) if came is None else torch.where(lse.isinf(), 0.0, came)
+        assert torch.equal(found[0], -3.0 * given)
 
 
 def test_explain_says_what_computes_gradients() -> None:

@@ -18,6 +18,9 @@ bf16, f16 = torch.bfloat16, torch.float16
 NOOP = parse("variant noop() { mask True }")
 GAPS = parse("variant gaps() { mask j <= i - 50 }")
 HEADS = parse("variant heads(w: i32[H]) { mask j <= i and i - j < w[h] }")
+KEY_BIAS = parse(
+    "variant bias(t: f32[B, H, Lk], u: f32[B, H, L]) { score s + t[b, h, j] - 0.5 * u[b, h, i] }"
+)
 LOGS = parse("variant logs() { score s + log(1.0 + (i - j)) mask j <= i }")
 ROOTS = parse("variant roots() { score 2.0 * sqrt(abs(s)) mask j <= i }")
 SOFTCAP, ALIBI = variants.softcap & variants.causal, variants.alibi & variants.causal
@@ -291,6 +294,39 @@ def test_rows_and_keys_without_pairs_have_gradients_of_exactly_zero() -> None:
     assert (
         (dq[:, :, :50] == 0).all() and (dk[:, :, 250:] == 0).all() and (dv[:, :, 250:] == 0).all()
     )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(variants.forget_gate & variants.causal, 457, 457, 128, kv_heads=2),
+        Case(KEY_BIAS, 300, 333, 128, dtype=f16, kv_heads=1),
+        Case(KEY_BIAS, 300, 333, 64),
+        Case(KEY_BIAS, 300, 400, 128, call={"ends": (301, 70)}),
+        Case(KEY_BIAS, 200, 300, 96, call={"deterministic": True}),
+    ],
+    ids=["forget gates", "one kv head, fp16", "narrow", "keys that end", "deterministic"],
+)
+def test_what_is_added_per_query_and_per_key_learns_here(case: Case) -> None:
+    q, k, v, do, dlse = case.tensors()
+    call = case.given()
+    if case.variant is KEY_BIAS:
+        given = {"t": torch.randn(2, 4, case.kv_len), "u": torch.randn(2, 4, case.q_len)}
+    else:
+        given = {"log_decay": -torch.rand(2, 4, case.q_len).cumsum(-1)}
+
+    def run(backend: str, dtype: torch.dtype, kept: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        learned = {name: x.cuda().to(kept).requires_grad_() for name, x in given.items()}
+        out, lse = case.variant(*leaves, backend=backend, return_lse=True, **call, **learned)
+        back = [do.to(out.dtype), dlse.to(lse.dtype)]
+        return list(torch.autograd.grad([out, lse], [*leaves, *learned.values()], back))
+
+    mine = run("hopper", case.dtype, torch.float32)
+    call.pop("deterministic", None)
+    theirs = run("eager", torch.float64, torch.float64)
+    for x, y in zip(mine, theirs, strict=True):
+        assert float((x.double() - y).norm() / y.norm()) < 6e-3
 
 
 @pytest.mark.parametrize("name", ["slopes", "distances"])
