@@ -18,9 +18,8 @@ bf16, f16 = torch.bfloat16, torch.float16
 NOOP = parse("variant noop() { mask True }")
 GAPS = parse("variant gaps() { mask j <= i - 50 }")
 HEADS = parse("variant heads(w: i32[H]) { mask j <= i and i - j < w[h] }")
-KEY_BIAS = parse(
-    "variant bias(t: f32[B, H, Lk], u: f32[B, H, L]) { score s + t[b, h, j] - 0.5 * u[b, h, i] }"
-)
+KEY_BIAS = parse("variant key_bias(t: f32[B, H, Lk]) { score s - 0.5 * t[b, h, j] }")
+QUERY_BIAS = parse("variant query_bias(t: f32[B, H, Lq]) { score s + 2.0 * t[b, h, i] }")
 LOGS = parse("variant logs() { score s + log(1.0 + (i - j)) mask j <= i }")
 ROOTS = parse("variant roots() { score 2.0 * sqrt(abs(s)) mask j <= i }")
 SOFTCAP, ALIBI = variants.softcap & variants.causal, variants.alibi & variants.causal
@@ -296,37 +295,36 @@ def test_rows_and_keys_without_pairs_have_gradients_of_exactly_zero() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(variants.forget_gate & variants.causal, 457, 457, 128, kv_heads=2),
-        Case(KEY_BIAS, 300, 333, 128, dtype=f16, kv_heads=1),
-        Case(KEY_BIAS, 300, 333, 64),
-        Case(KEY_BIAS, 300, 400, 128, call={"ends": (301, 70)}),
-        Case(KEY_BIAS, 200, 300, 96, call={"deterministic": True}),
-    ],
-    ids=["forget gates", "one kv head, fp16", "narrow", "keys that end", "deterministic"],
-)
-def test_what_is_added_per_query_and_per_key_learns_here(case: Case) -> None:
+LEARNED: dict[str, Case] = {
+    "forget gates": Case(variants.forget_gate & variants.causal, 457, 457, 128, kv_heads=2),
+    "keys, one kv head, fp16": Case(KEY_BIAS, 300, 333, 128, dtype=f16, kv_heads=1),
+    "keys, narrow": Case(KEY_BIAS, 300, 333, 64),
+    "keys that end": Case(KEY_BIAS, 300, 400, 128, call={"ends": (301, 70)}),
+    "queries, narrow": Case(QUERY_BIAS, 300, 333, 64),
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_what_is_added_per_query_and_per_key_learns_here(name: str) -> None:
+    case = LEARNED[name]
     q, k, v, do, dlse = case.tensors()
     call = case.given()
-    if case.variant is KEY_BIAS:
-        given = {"t": torch.randn(2, 4, case.kv_len), "u": torch.randn(2, 4, case.q_len)}
-    else:
-        given = {"log_decay": -torch.rand(2, 4, case.q_len).cumsum(-1)}
+    length = case.q_len if case.variant is QUERY_BIAS else case.kv_len
+    bias = -torch.rand(2, 4, length, device="cuda").cumsum(-1) / 8
+    (capture,) = case.variant._program.captures
 
-    def run(backend: str, dtype: torch.dtype, kept: torch.dtype) -> list[torch.Tensor]:
-        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        learned = {name: x.cuda().to(kept).requires_grad_() for name, x in given.items()}
-        out, lse = case.variant(*leaves, backend=backend, return_lse=True, **call, **learned)
+    def run(backend: str, dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        learned = bias.detach().clone().requires_grad_()
+        given = {**call, capture.name: learned}
+        out, lse = case.variant(*leaves, backend=backend, return_lse=True, **given, **options)
         back = [do.to(out.dtype), dlse.to(lse.dtype)]
-        return list(torch.autograd.grad([out, lse], [*leaves, *learned.values()], back))
+        return list(torch.autograd.grad([out, lse], [*leaves, learned], back))
 
-    mine = run("hopper", case.dtype, torch.float32)
-    call.pop("deterministic", None)
-    theirs = run("eager", torch.float64, torch.float64)
-    for x, y in zip(mine, theirs, strict=True):
-        assert float((x.double() - y).norm() / y.norm()) < 6e-3
+    theirs = run("eager", torch.float64)
+    for options in ({}, {"deterministic": True}):
+        for mine, wanted in zip(run("hopper", case.dtype, **options), theirs, strict=True):
+            assert float((mine.double() - wanted).norm() / wanted.norm()) < 6e-3
 
 
 @pytest.mark.parametrize("name", ["slopes", "distances"])
