@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from . import backward_triton
-from .attend_hopper import HEAD_DIMS, copyable, described, multiprocessors, unfit_blocks
+from . import attend_hopper, backward_triton
+from .attend_hopper import HEAD_DIMS, copyable, described, unfit_blocks
 from .attend_triton import in_float32, on_device, stored_structure
 from .backends.compile_hopper import Refused
 from .backends.compile_hopper_backward import compile_plan
@@ -198,6 +198,7 @@ def kernels_of(call: Call) -> Kernels | None:
         program.canonical,
         call.options,
         call.inputs.must_repeat,
+        sums_keys(call),
         call.device,
         *given.values(),
     )
@@ -272,9 +273,14 @@ def of_options(program: Typed, chosen: Options) -> Options:
 
 def options_of(call: Call) -> Options:
     """What the main kernel is specialised for."""
-    summed = bool(call.reads_in(DKDV))
-    chosen = replace(call.options, deterministic=call.inputs.must_repeat, sums_keys=summed)
+    repeats, summed = call.inputs.must_repeat, sums_keys(call)
+    chosen = replace(call.options, deterministic=repeats, sums_keys=summed)
     return of_options(call.program, chosen)
+
+
+def sums_keys(call: Call) -> bool:
+    """Whether something that is read per key learns."""
+    return bool(call.reads_in(DKDV))
 
 
 def main(call: Call) -> Ready:
@@ -531,7 +537,9 @@ def slots_of_call(call: Call, kernel: Ready) -> int:
     q, k = call.inputs.q, call.inputs.k
     # Of keys past all queries, and of all but the first of few queries' tiles, most see little.
     tiles = -(-min(q.shape[2], k.shape[2]) // kernel.block_n)
-    return slots_of(q.shape[0] * k.shape[1], tiles, multiprocessors(call.device.index))
+    return slots_of(
+        q.shape[0] * k.shape[1], tiles, attend_hopper.multiprocessors(call.device.index)
+    )
 
 
 def structure_of(call: Call, kernels: Kernels, scratch: Scratch) -> list[Any]:

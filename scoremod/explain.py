@@ -130,6 +130,8 @@ def _hopper_backward(program: Typed, chosen: Options, target: Target, unfit: str
     lines = [f"  backward dq, dk and dv in one kernel: {plan.config}"]
     if note is not None:
         lines.append(_tuned("bench --tune-backward", note))
+    if plan.in_slots:
+        lines.append("  dq       summed in float32 for a few heads at a time")
     if chosen.deterministic:
         lines.append("  dq       the same bits in each run: kv tiles add to it in turns")
     learned = backward_hopper.unlearned(program, backward_hopper.possible_reads(program, chosen))

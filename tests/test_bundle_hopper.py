@@ -162,6 +162,26 @@ def test_a_bundle_that_lacks_the_kernel(tmp_path: Path, monkeypatch: pytest.Monk
     assert "made.smk has no kernel `hopper_bwd` for this call" in explained(path, monkeypatch)[0]
 
 
+def test_biases_per_key_learn_in_hoppers_backward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uncompiled(monkeypatch)
+    only_usual(monkeypatch, USUAL_AND_ANY)
+    gates = variants.forget_gate & variants.causal
+    path = built(tmp_path, gates, target="cuda:90", phase=("fwd", "bwd"))
+    sums = [
+        "ds_sums" in str(r["launch"])
+        for r in bundle.read(path).records
+        if r["kernel"] == "hopper_bwd"
+    ]
+    assert sums and 2 * sum(sums) == len(sums)
+    gpu, attn = Gpu(monkeypatch, "cuda:90"), scoremod.load(path)
+    for learns in (False, True):
+        decay = torch.zeros(2, 2, 80, requires_grad=learns)
+        assert trained(gpu, attn, {"log_decay": decay}) == OURS
+        assert (decay.grad is not None) == learns
+
+
 def test_explain_says_what_a_bundle_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uncompiled(monkeypatch)
     only_usual(monkeypatch)

@@ -216,6 +216,23 @@ def test_ds_is_summed_where_somebody_learns_of_it() -> None:
         assert backward_hopper.options_of(call).sums_keys == summed
 
 
+def test_what_learns_decides_what_a_call_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of one kind that differ in nothing else find each their own kernels."""
+    monkeypatch.setattr(backward_hopper, "refusal", lambda call: "")
+    monkeypatch.setattr(backward_hopper, "main", backward_hopper.options_of)
+    monkeypatch.setattr(backward_hopper, "around", lambda call, made: made)
+    monkeypatch.setattr(backward_hopper, "_KERNELS", {})
+    variant, inputs = parse("variant v(u: f32[Lk]) { score s - u[j] }"), inputs_of()
+    for learns in (False, True, False):
+        bias = torch.rand(128, requires_grad=learns)
+        known, bound = variant._bind({"u": bias}, inputs.sizes, inputs.q.device)
+        result = Result(inputs.q, torch.empty(2, 4, 128), inputs.q, None)
+        wanted = Wanted(True, True, True, frozenset("u" if learns else ""))
+        call = call_of(variant._type(known, bound), inputs, bound, result, wanted)
+        found: Any = backward_hopper.kernels_of(call)
+        assert found.sums_keys == learns
+
+
 def test_what_is_added_to_a_query_learns_from_its_lse_alone() -> None:
     """Whatever is added to all scores of a row changes nothing but its LSE."""
     variant = parse("variant v(t: f32[B, H, L]) { score s - 3.0 * t[b, h, i] mask i > 1 }")
@@ -246,6 +263,12 @@ def test_explain_says_what_computes_gradients() -> None:
     said = variants.causal.explain(head_dim=256)
     assert "  backward portable: dk and dv of head dims 256 and 256 take more registers" in said
     assert "backward" not in variants.causal.explain(head_dim=128, target="cuda:80")
+
+
+def test_explain_says_how_many_sums_there_are() -> None:
+    said = "  dq       summed in float32 for a few heads at a time"
+    assert said in variants.causal.explain(head_dim=128)
+    assert said not in DOCUMENTS.explain(head_dim=128)
 
 
 def test_explain_says_that_kv_tiles_take_turns() -> None:
