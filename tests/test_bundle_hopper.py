@@ -187,7 +187,8 @@ def test_explain_says_what_a_bundle_has(tmp_path: Path, monkeypatch: pytest.Monk
     only_usual(monkeypatch)
     path = built(tmp_path, variants.causal, target="cuda:90", phase=("fwd", "bwd"))
     Gpu(monkeypatch, "cuda:90")
-    first, *tried = explained(path, monkeypatch)
+    first, sums, *tried = explained(path, monkeypatch)
+    assert sums == "  dq       summed in float32 for a few heads at a time"
     assert first.startswith("  backward dq, dk and dv in one kernel: 128 queries by 128 keys")
     # Of the backward and of the forward.
     assert len(tried) == 2 and all(line.endswith(": taken") for line in tried)

@@ -223,7 +223,7 @@ def test_the_fastest_backward_is_kept(scored: Case, monkeypatch: pytest.MonkeyPa
     def compile_plan(plan: Any, text: str) -> tuple[Any, str]:
         return kernel(), "spilled" if plan.config == BACKWARD[1] else ""
 
-    def gradients(call: Any, ready: Any) -> tuple[torch.Tensor, ...]:
+    def gradients(call: Any, ready: Any, by_read: Any) -> tuple[torch.Tensor, ...]:
         running[:] = ready.notes
         # dv alone is wrong without early scores.
         wrong = "scores early" not in running[0]
