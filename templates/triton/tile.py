@@ -451,7 +451,7 @@ def along_diagonals(x, BLOCK: tl.constexpr):
 # -- what rounding o to 16 bits takes away -----------------------------------------------------
 
 # delta = rowsum(o * do) would carry the rounding of o into every gradient of scores. A backward is
-# given the residual beside o: 4 bits an element, in 16ths of o's last place. As floats of one sign
+# given the residual beside o: 2 bits an element, a quarter of o's last place. As floats of one sign
 # are in the order of their bits, it is a difference of bits, also where o is a power of two.
 
 
