@@ -505,13 +505,9 @@ def tensor_gradients(
     dq = empty_like_q(q, q.shape[3])
     dk, dv = (empty_like_q(x.expand(batch, -1, -1, -1), x.shape[3]) for x in (k, v))
     programs = -(-kv_len // kernel.block_n) * batch * kv_heads
-    values = arguments(call, kernels, scratch, do, (dq, dk, dv))
-    if kernels.options.sums_keys:
-        sums = q.new_empty((*call.heads, kv_len), dtype=torch.float32)
-        values.append(sums)
-    kernel.run(programs, values)
-    if kernels.options.sums_keys:
-        settle(call, DKDV, sums, Line(Pattern.COLUMN, kv_len), by_read)
+    kernel.run(programs, arguments(call, kernels, scratch, do, (dq, dk, dv)))
+    for ds_sums in scratch.ds_sums:
+        settle(call, DKDV, ds_sums, Line(Pattern.COLUMN, kv_len), by_read)
     finish(call, kernels.finish, scratch, dq, kernel.block_m)
     return dq, over_batch(dk, k), over_batch(dv, v)
 
@@ -535,7 +531,7 @@ def settle(call: Call, kernel: str, sums: Tensor, line: Line, by_read: dict[int,
 def slots_of_call(call: Call, kernel: Ready) -> int:
     """For how many kv heads there are sums of dq at a time."""
     q, k = call.inputs.q, call.inputs.k
-    # Of keys past all queries, and of all but the first of few queries' tiles, most see little.
+    # A causal mask leaves nothing to do for kv tiles past the queries: fewer are at work at a time.
     tiles = -(-min(q.shape[2], k.shape[2]) // kernel.block_n)
     return slots_of(
         q.shape[0] * k.shape[1], tiles, attend_hopper.multiprocessors(call.device.index)
@@ -573,6 +569,7 @@ class Scratch:
     slots: int
     counters: Tensor  # int32 [`counts_of`]
     turns: tuple[Tensor, ...]  # int32 [q tiles of all heads]: the kv tile whose turn it is
+    ds_sums: tuple[Tensor, ...] = ()  # float32 [B, Hq, Lk], where something per key learns
 
 
 def scratch_of(call: Call, block_m: int, slots: int) -> Scratch:
@@ -581,12 +578,14 @@ def scratch_of(call: Call, block_m: int, slots: int) -> Scratch:
     floats: dict[str, Any] = {"dtype": torch.float32, "device": call.device}
     ints: dict[str, Any] = {"dtype": torch.int32, "device": call.device}
     sums = tiles // heads * slots * block_m * width_of(call.options)
+    keys = (*call.heads, call.inputs.k.shape[2])
     return Scratch(
         torch.empty(tiles * 2 * block_m, **floats),
         torch.empty(sums // 256, 256, **floats),
         slots,
         torch.empty(counts_of(heads), **ints),
         (torch.empty(tiles, **ints),) if call.inputs.must_repeat else (),
+        (torch.empty(keys, **floats),) if sums_keys(call) else (),
     )
 
 
@@ -632,7 +631,7 @@ def arguments(
     values += structure_of(call, kernels, scratch)
     if kernels.in_slots:
         values += [scratch.slots, scratch.counters, scratch.sums, dq, *dq.stride()[:3]]
-    return values
+    return [*values, *scratch.ds_sums]
 
 
 def finish(call: Call, kernel: Ready, scratch: Scratch, dq: Tensor, block_m: int) -> None:

@@ -46,8 +46,9 @@ STAGES = 2  # of q and do; 3 were no faster (noop 491 beside 499, causal 471 bes
 CONSUMER_REGISTERS, WARP_REGISTERS = 240, 24
 # Heads whose programs take turns: their q, do and sums of dq stay in L2. 2, 4 and 8 were equal.
 HEADS_TOGETHER = 4
-# Where there are sums of dq for a few heads only, two heads at a time, and the last four together:
-# causal 500 TFLOP/s in pairs, as with 4 heads in turns and all sums; 481 one after the other.
+# The most heads that are together at the end where there are sums of dq for a few heads only, which
+# are at work two at a time before (`heads_in_pairs`). All in pairs, causal was 500 TFLOP/s, as with
+# 4 heads in turns and sums of all; 481 one after the other.
 LAST_HEADS = 4
 # How many programs a multiprocessor runs until the sums of a slot have to be complete: the longest
 # of a causal mask takes as long as two others. 3 were no faster.
@@ -466,7 +467,7 @@ def order_places(options: Options) -> tuple[Argument, ...]:
 
 
 def slot_places(options: Options, *, in_slots: bool) -> tuple[Argument, ...]:
-    """For how many kv heads there are sums of dq, who is done with them, the sums, and dq."""
+    """For how many kv heads there are sums of dq, who is done with them, where they are, and dq."""
     if not in_slots:
         return ()
     found = [Argument("slots", "i32"), Argument("counters", "*i32"), Argument("sums", "*fp32")]
@@ -474,7 +475,7 @@ def slot_places(options: Options, *, in_slots: bool) -> tuple[Argument, ...]:
 
 
 def in_slots(program: Typed, options: Options) -> bool:
-    """Whether sums of dq of a few kv heads do, since no kv tile is busy much longer than others.
+    """Whether sums of dq of a few kv heads are enough: no kv tile is busy much longer than others.
 
     One that was would hold up the heads that wait for its sums.
     """
@@ -494,10 +495,10 @@ def counts_of(heads: int) -> int:
 
 
 def slots_of(heads: int, tiles: int, processors: int) -> int:
-    """For how many of `heads` kv heads of so many kv tiles there are sums of dq at a time.
+    """For how many of `heads` kv heads, of so many kv tiles, there are sums of dq at a time.
 
-    Programs of two heads clear those of the next two, or of the last four, after heads before
-    theirs. Of all heads where most would be needed.
+    Two heads are at work while slots of the next ones, at most LAST_HEADS, are cleared. Sums of all
+    heads, where slots would not save half of them.
     """
     ahead = round(PROGRAMS_AHEAD * processors / max(tiles, 1))
     slots = max(ahead, LAST_HEADS) + 2
