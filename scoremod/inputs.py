@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .binding import Bound, Sizes
+from .blocks import Blocks
 from .errors import InputMismatch
 from .ir.capture import Kind
 from .ir.ops import Type
@@ -254,7 +255,7 @@ def needs_residual(program: Typed, inputs: Inputs) -> bool:
     """Whether what rounding takes from the output of a call with gradients would show in them."""
     if inputs.q.dtype not in HALVES or program.bundle:
         return False
-    return inputs.tiles is not None or not program.sees_many_keys
+    return isinstance(inputs.tiles, Blocks) or not program.sees_many_keys
 
 
 def as_numpy(bound: tuple[Bound, ...], *, float64: bool = False) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ import keyword
 import re
 from dataclasses import dataclass, replace
 
+from .analysis.documents import within_documents
 from .analysis.linear import slope
 from .analysis.ranges import solve
 from .ir.capture import ELEMENTS, Kind
@@ -118,14 +119,20 @@ class Typed:
         return len(pieces) == 1 and pieces[0].is_pure
 
     @functools.cached_property
+    def within_documents(self) -> Expr:
+        """The mask without what keeps tokens within their document; the mask itself mostly."""
+        return within_documents(self.given_mask)
+
+    @functools.cached_property
     def sees_many_keys(self) -> bool:
         """Whether most rows see many keys, none of which the variant weighs more than others.
 
-        Elsewhere what rounding takes from the output shows in the gradients of scores.
+        Of packed documents, where those of a document that stood alone would. Elsewhere what
+        rounding takes from the output shows in the gradients of scores.
         """
-        if self.has_score or not self.has_mask:
+        if self.has_score or self.within_documents == TRUE:
             return not self.has_score
-        pieces = solve(self.given_mask, "j")
+        pieces = solve(self.within_documents, "j")
         if len(pieces) != 1 or not pieces[0].is_pure or pieces[0].guards:
             return False
         # As of a causal mask: an end on one side, which moves with the query.

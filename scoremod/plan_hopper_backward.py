@@ -477,16 +477,17 @@ def slot_places(options: Options, *, in_slots: bool) -> tuple[Argument, ...]:
 def in_slots(program: Typed, options: Options) -> bool:
     """Whether sums of dq of a few kv heads are enough: no kv tile is busy much longer than others.
 
-    One that was would hold up the heads that wait for its sums.
+    One that was would hold up the heads that wait for its sums. Of packed documents few are: beside
+    a longer one there are many programs of others, but for some lengths (benchmarks/NOTES.md).
     """
-    if options.stored or options.has_kv_lens or options.offset_per_batch:
+    if options.blocks or options.has_kv_lens or options.offset_per_batch:
         return False
-    if not program.has_mask:
-        return True
-    (piece,) = solve(program.given_mask, "i")
+    pieces = solve(program.within_documents, "i")
+    if len(pieces) != 1 or not pieces[0].is_pure or pieces[0].guards:
+        return False
     # The ends of a key's queries are the same for all keys, or one on for the next key.
-    bounds = (*piece.los, *piece.his)
-    return not piece.guards and all(slope(bound, "j") in (0, 1) for bound in bounds)
+    bounds = (*pieces[0].los, *pieces[0].his)
+    return all(slope(bound, "j") in (0, 1) for bound in bounds)
 
 
 def counts_of(heads: int) -> int:

@@ -21,9 +21,9 @@ LAYERS = """
     plan_hopper_backward emit backends
     render
     cache bundle launch
-    binding
+    binding blocks
     inputs
-    gradients ready blocks draw tuned
+    gradients ready draw tuned
     structure
     tiles
     attend_cpu attend_triton attend_hopper
