@@ -136,7 +136,7 @@ def compile_wide(kernel: str, program: Typed, chosen: Options, target: Target) -
     notes: list[str] = []
     for plan in plans(kernel, program, chosen, target):
         made, complaint = compile_plan(plan, source(plan))
-        notes.append(f"{plan.config}: {complaint or 'taken'}")
+        notes.append(f"{plan}: {complaint or 'taken'}")
         if not complaint:
             return replace(made, notes=tuple(notes))
     raise Refused(

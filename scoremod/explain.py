@@ -151,7 +151,7 @@ def _wide_backward(program: Typed, chosen: Options, target: Target) -> list[str]
     lines = []
     for kernel, made in ((KEYS, "dk and dv"), (QUERIES, "dq")):
         mine = wide.of_options(kernel, program, chosen)
-        lines.append(f"  backward {made}: {wide.chosen_plan(kernel, program, mine, target).config}")
+        lines.append(f"  backward {made}: {wide.chosen_plan(kernel, program, mine, target)}")
         lines += _tried(wide.found(kernel, program, mine, target))
     lines.append("  dq       the same bits in each run: each program sums that of its own queries")
     reads = backward_hopper.possible_reads(program, chosen)

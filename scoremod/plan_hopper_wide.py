@@ -45,22 +45,39 @@ ROWS = 64  # keys or queries whose gradients a consumer has registers for, and c
 HEADS_TOGETHER = 4  # heads whose programs take turns: what they read stays in L2
 
 
+STAGES = 2  # of q and do in the kernel of the keys, of k in that of the queries
+V_STAGES = 1  # more do not fit beside q and do of 128 queries
+WEIGHTS = 2  # tiles that the consumer of dv may be ahead of that of dk
+
+
 @dataclass(frozen=True)
 class WideConfig:
-    """What a kernel keeps in shared memory beside the tiles that it owns."""
+    """What consumers have in registers beside the gradients that they sum."""
 
-    block_m: int  # queries of a program, or of a step
-    stages: int  # of q and do, or of k
-    others: int  # tiles of weights, or stages of v
+    # Of the keys: columns of k in one consumer, of v in the other; shared memory, which products
+    # read both operands from, is what limits.
+    k_held: int = 0
+    v_held: int = 0
+    # Of the queries: dp of a masked tile comes after its p, 32 registers fewer for the mask.
+    masked_in_turn: bool = False
+    in_turn: bool = False  # the same of every tile
 
     def __str__(self) -> str:
-        return f"{self.block_m} queries by {ROWS} keys, {self.stages} and {self.others} stages"
+        words = ["half of k in registers"] if self.k_held else []
+        words += ["half of v in registers"] if self.v_held else []
+        words += ["masked tiles in turn"] if self.masked_in_turn else []
+        words += ["all tiles in turn"] if self.in_turn else []
+        return "".join(f", {word}" for word in words)
 
 
 # By kernel; the best first.
 CONFIGS: dict[str, tuple[WideConfig, ...]] = {
-    KEYS: (WideConfig(ROWS, 2, 2),),
-    QUERIES: (WideConfig(CONSUMERS * ROWS, 2, 1),),
+    KEYS: (WideConfig(WIDTH // 2, WIDTH // 2), WideConfig(0, WIDTH // 2)),
+    QUERIES: (
+        WideConfig(),
+        WideConfig(masked_in_turn=True),
+        WideConfig(masked_in_turn=True, in_turn=True),
+    ),
 }
 
 
@@ -74,6 +91,7 @@ class WideSegment:
     end: str
     tile: str  # the number of the t-th tile
     masked: bool
+    dp_first: bool = True  # before p
 
 
 _Q_SEGMENTS = (
@@ -130,9 +148,13 @@ class WidePlan(GradientReader):
     block_d: int
     block_dv: int
 
+    def __str__(self) -> str:
+        return f"{self.block_m} queries by {self.block_n} keys{self.config}"
+
     @property
     def block_m(self) -> int:
-        return self.config.block_m
+        """Queries of a step, or of a program."""
+        return ROWS if self.kernel == KEYS else CONSUMERS * ROWS
 
     @property
     def block_n(self) -> int:
@@ -144,16 +166,24 @@ class WidePlan(GradientReader):
 
     @property
     def stages(self) -> int:
-        return self.config.stages
-
-    @property
-    def weights(self) -> int:
-        """Tiles of weights that the first consumer of the keys may be ahead."""
-        return self.config.others
+        return STAGES
 
     @property
     def v_stages(self) -> int:
-        return self.config.others
+        return V_STAGES
+
+    @property
+    def weights(self) -> int:
+        return WEIGHTS
+
+    @property
+    def k_held(self) -> int:
+        """Columns of k that are kept in registers; of v, next."""
+        return self.config.k_held
+
+    @property
+    def v_held(self) -> int:
+        return self.config.v_held
 
     @property
     def q_segments(self) -> tuple[WideSegment, ...]:
@@ -161,7 +191,9 @@ class WidePlan(GradientReader):
 
     @property
     def kv_segments(self) -> tuple[WideSegment, ...]:
-        return self._segments(_KV_SEGMENTS)
+        in_turn = {True: self.config.masked_in_turn, False: self.config.in_turn}
+        found = self._segments(_KV_SEGMENTS)
+        return tuple(replace(segment, dp_first=not in_turn[segment.masked]) for segment in found)
 
     def _segments(self, solved: tuple[WideSegment, ...]) -> tuple[WideSegment, ...]:
         if self.stored:
@@ -205,9 +237,9 @@ class WidePlan(GradientReader):
         """Bytes of shared memory that the tiles take."""
         tile = ROWS * (self.block_d + self.block_dv) * ELEMENT_BYTES[self.options.dtype]
         if self.kernel == KEYS:
-            floats = self.weights * ROWS * ROWS + self.stages * 2 * ROWS
-            return tile * (1 + self.stages) + 4 * floats
-        return tile * CONSUMERS + tile // 2 * (self.stages + self.v_stages)
+            floats = WEIGHTS * ROWS * ROWS + STAGES * 2 * ROWS
+            return tile * (1 + STAGES) + 4 * floats
+        return tile * CONSUMERS + tile // 2 * (STAGES + V_STAGES)
 
 
 _LIKE_V = ("v", "do", "dv")
