@@ -45,34 +45,27 @@ ROWS = 64  # keys or queries whose gradients a consumer has registers for, and c
 HEADS_TOGETHER = 4  # heads whose programs take turns: what they read stays in L2
 
 
-STAGES = 2  # of q and do in the kernel of the keys, of k in that of the queries
-V_STAGES = 1  # more do not fit beside q and do of 128 queries
-WEIGHTS = 2  # tiles that the consumer of dv may be ahead of that of dk
+# Of q and of do in the kernel of the keys; of k and of v in that of the queries. More do not fit.
+STAGES = {KEYS: (3, 2), QUERIES: (2, 1)}
 
 
 @dataclass(frozen=True)
 class WideConfig:
     """What consumers have in registers beside the gradients that they sum."""
 
-    # Of the keys: columns of k in one consumer, of v in the other; shared memory, which products
-    # read both operands from, is what limits.
-    k_held: int = 0
-    v_held: int = 0
     # Of the queries: dp of a masked tile comes after its p, 32 registers fewer for the mask.
     masked_in_turn: bool = False
     in_turn: bool = False  # the same of every tile
 
     def __str__(self) -> str:
-        words = ["half of k in registers"] if self.k_held else []
-        words += ["half of v in registers"] if self.v_held else []
-        words += ["masked tiles in turn"] if self.masked_in_turn else []
+        words = ["masked tiles in turn"] if self.masked_in_turn else []
         words += ["all tiles in turn"] if self.in_turn else []
         return "".join(f", {word}" for word in words)
 
 
 # By kernel; the best first.
 CONFIGS: dict[str, tuple[WideConfig, ...]] = {
-    KEYS: (WideConfig(WIDTH // 2, WIDTH // 2), WideConfig(0, WIDTH // 2)),
+    KEYS: (WideConfig(),),
     QUERIES: (
         WideConfig(),
         WideConfig(masked_in_turn=True),
@@ -166,24 +159,25 @@ class WidePlan(GradientReader):
 
     @property
     def stages(self) -> int:
-        return STAGES
+        return STAGES[self.kernel][0]
+
+    @property
+    def do_stages(self) -> int:
+        return STAGES[self.kernel][1]
 
     @property
     def v_stages(self) -> int:
-        return V_STAGES
+        return STAGES[self.kernel][1]
 
     @property
-    def weights(self) -> int:
-        return WEIGHTS
+    def held(self) -> int:
+        """Columns of v that the kernel of the keys keeps in registers."""
+        return self.block_dv // 2
 
     @property
-    def k_held(self) -> int:
-        """Columns of k that are kept in registers; of v, next."""
-        return self.config.k_held
-
-    @property
-    def v_held(self) -> int:
-        return self.config.v_held
+    def kv_barriers(self) -> int:
+        """Of k and of both halves of v, and of what has to be cut before it may be seen."""
+        return 6 if self.options.has_kv_lens else 3
 
     @property
     def q_segments(self) -> tuple[WideSegment, ...]:
@@ -222,8 +216,9 @@ class WidePlan(GradientReader):
     def tensor_maps(self) -> tuple[TensorMap, ...]:
         element = POINTER_TYPE[self.options.dtype].removeprefix("*")
         made = ("dk", "dv") if self.kernel == KEYS else ("dq",)
+        widths = {"v": self.held} if self.kernel == KEYS else {}
         return tuple(
-            TensorMap(name, element, ROWS, self.block_dv if name in _LIKE_V else self.block_d)
+            TensorMap(name, element, ROWS, widths.get(name, self.block_d))
             for name in ("q", "k", "v", "do", *made)
         )
 
@@ -235,14 +230,9 @@ class WidePlan(GradientReader):
     @property
     def shared(self) -> int:
         """Bytes of shared memory that the tiles take."""
-        tile = ROWS * (self.block_d + self.block_dv) * ELEMENT_BYTES[self.options.dtype]
-        if self.kernel == KEYS:
-            floats = WEIGHTS * ROWS * ROWS + STAGES * 2 * ROWS
-            return tile * (1 + STAGES) + 4 * floats
-        return tile * CONSUMERS + tile // 2 * (STAGES + V_STAGES)
-
-
-_LIKE_V = ("v", "do", "dv")
+        tile = ROWS * self.block_d * ELEMENT_BYTES[self.options.dtype]
+        tiles = sum(STAGES[self.kernel]) + (2 if self.kernel == KEYS else 2 * CONSUMERS)
+        return tile * tiles + (4 * self.stages * 2 * ROWS if self.row_map else 0)
 
 
 def wide_plan(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..plan_hopper_backward import SPILLS
-from ..plan_hopper_wide import WidePlan
+from ..plan_hopper_wide import CONFIGS, WidePlan
 from ..plan_triton import Argument
 from .compile_hopper import (
     HOPELESS,
@@ -18,6 +18,9 @@ from .compile_hopper import (
 )
 from .compile_triton import Compiled, Kernel, compiled_text, kernel_of
 from .triton import fp_fusion
+
+# Accesses to spilled registers a tile that the last configuration may have.
+MOST_SPILLS = 64
 
 
 def compile_plan(plan: WidePlan, text: str) -> tuple[Kernel, str]:
@@ -46,7 +49,8 @@ def complaint(compiled: Compiled, plan: WidePlan) -> str:
             f"than a consumer has: {spilled} accesses to spilled ones a tile",
             hint="the portable backward runs it",
         )
-    if spilled > SPILLS:
+    # Where no configuration is left, the portable backward takes three times as long.
+    if spilled > (MOST_SPILLS if plan.config == CONFIGS[plan.kernel][-1] else SPILLS):
         return f"{spilled} accesses to spilled registers a tile"
     return ""
 
