@@ -37,7 +37,7 @@ from .hopper_rows import (
 from .inputs import empty_like_q, shared_values
 from .plan import Typed
 from .plan_hopper_backward import counts_of, rows_plan, width_of
-from .plan_hopper_wide import CONFIGS, KERNELS, KEYS, QUERIES, ROWS, WIDTH, WidePlan, wide_plan
+from .plan_hopper_wide import KERNELS, KEYS, QUERIES, ROWS, WIDTH, WidePlan, wide_plan
 from .plan_triton import Options
 from .ready import Ready, ready
 from .render import render
@@ -132,28 +132,15 @@ def compile_unless_refused(kernel: str, program: Typed, chosen: Options, target:
 
 
 def compile_wide(kernel: str, program: Typed, chosen: Options, target: Target) -> Kernel:
-    """Compile the first configuration that the assembler takes as it was meant."""
-    notes: list[str] = []
-    for plan in plans(kernel, program, chosen, target):
-        made, complaint = compile_plan(plan, source(plan))
-        notes.append(f"{plan}: {complaint or 'taken'}")
-        if not complaint:
-            return replace(made, notes=tuple(notes))
-    raise Refused(
-        f"no configuration of `{kernel}` of `{program.name}` suits {target}: {'; '.join(notes)}",
-        hint="the portable backward runs it",
-    )
-
-
-def plans(kernel: str, program: Typed, chosen: Options, target: Target) -> list[WidePlan]:
-    """The plans to try, the best first."""
-    return [wide_plan(kernel, program, chosen, target, config) for config in CONFIGS[kernel]]
-
-
-def chosen_plan(kernel: str, program: Typed, chosen: Options, target: Target) -> WidePlan:
-    """The plan that was compiled, else the one that is tried first."""
-    made = found(kernel, program, chosen, target)
-    return plans(kernel, program, chosen, target)[len(made.notes) - 1 if made is not None else 0]
+    """Compile a kernel, if the assembler takes it as it was meant."""
+    plan = wide_plan(kernel, program, chosen, target)
+    made, complaint = compile_plan(plan, source(plan))
+    if complaint:
+        raise Refused(
+            f"`{kernel}` of `{program.name}` does not suit {target}: {complaint}",
+            hint="the portable backward runs it",
+        )
+    return replace(made, notes=(f"{plan}: taken",))
 
 
 def source(plan: WidePlan) -> str:
@@ -163,7 +150,7 @@ def source(plan: WidePlan) -> str:
 
 def sources(program: Typed, chosen: Options, target: Target) -> list[str]:
     """The texts of the three kernels, in their order."""
-    made = (chosen_plan(k, program, of_options(k, program, chosen), target) for k in KERNELS)
+    made = (wide_plan(k, program, of_options(k, program, chosen), target) for k in KERNELS)
     first = rows_plan(chosen, target, ROWS, has_grad_lse=False)
     return [small_source(first), *map(source, made)]
 

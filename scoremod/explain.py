@@ -20,7 +20,7 @@ from .launch import device
 from .passes.simplify import simplify
 from .plan import Param, Typed
 from .plan_hopper import HopperPlan
-from .plan_hopper_wide import KEYS, QUERIES
+from .plan_hopper_wide import KEYS, QUERIES, wide_plan
 from .plan_triton import Options, TritonPlan, triton_plan
 from .target import INTERPRETER, Target
 from .variant import Program
@@ -151,7 +151,7 @@ def _wide_backward(program: Typed, chosen: Options, target: Target) -> list[str]
     lines = []
     for kernel, made in ((KEYS, "dk and dv"), (QUERIES, "dq")):
         mine = wide.of_options(kernel, program, chosen)
-        lines.append(f"  backward {made}: {wide.chosen_plan(kernel, program, mine, target)}")
+        lines.append(f"  backward {made}: {wide_plan(kernel, program, mine, target)}")
         lines += _tried(wide.found(kernel, program, mine, target))
     lines.append("  dq       the same bits in each run: each program sums that of its own queries")
     reads = backward_hopper.possible_reads(program, chosen)

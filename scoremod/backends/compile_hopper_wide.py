@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..plan_hopper_backward import SPILLS
-from ..plan_hopper_wide import CONFIGS, WidePlan
+from ..plan_hopper_wide import WidePlan
 from ..plan_triton import Argument
 from .compile_hopper import (
-    HOPELESS,
-    Refused,
     is_serialised,
     source_of,
     spills_in_loops,
@@ -19,8 +16,9 @@ from .compile_hopper import (
 from .compile_triton import Compiled, Kernel, compiled_text, kernel_of
 from .triton import fp_fusion
 
-# Accesses to spilled registers a tile that the last configuration may have.
-MOST_SPILLS = 64
+# Accesses to spilled registers a tile that a kernel may have: the portable one takes three times as
+# long.
+SPILLS = 64
 
 
 def compile_plan(plan: WidePlan, text: str) -> tuple[Kernel, str]:
@@ -37,20 +35,13 @@ def compile_plan(plan: WidePlan, text: str) -> tuple[Kernel, str]:
 
 
 def complaint(compiled: Compiled, plan: WidePlan) -> str:
-    """Why another configuration should be tried; "" for no reason."""
+    """Why the portable backward should run instead; "" for no reason."""
     if compiled.metadata.shared > plan.target.shared:
         return f"{compiled.metadata.shared} bytes of shared memory"
     if is_serialised(compiled):
         return "its products would run one after the other"
     spilled = spills_in_loops(compiled.image) if compiled.report.spills else 0
-    if spilled > HOPELESS:
-        raise Refused(
-            f"the slope of `{plan.score.name if plan.score else plan.kernel}` needs more registers "
-            f"than a consumer has: {spilled} accesses to spilled ones a tile",
-            hint="the portable backward runs it",
-        )
-    # Where no configuration is left, the portable backward takes three times as long.
-    if spilled > (MOST_SPILLS if plan.config == CONFIGS[plan.kernel][-1] else SPILLS):
+    if spilled > SPILLS:
         return f"{spilled} accesses to spilled registers a tile"
     return ""
 
