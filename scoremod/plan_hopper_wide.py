@@ -44,9 +44,7 @@ CONSUMERS = 2
 ROWS = 64  # keys or queries whose gradients a consumer has registers for, and columns of a step
 # Heads whose programs take turns: what they read stays in L2. Of 4, 2x8x8192x256 takes 3 % longer.
 HEADS_TOGETHER = 2
-
-
-# Of q and of do in the kernel of the keys; of k and of v in that of the queries. More do not fit.
+# Stages of q and of do in the kernel of the keys; of k and of v in that of the queries. More do not fit.
 STAGES = {KEYS: (3, 2), QUERIES: (2, 1)}
 
 
@@ -208,7 +206,7 @@ class WidePlan(GradientReader):
 
 
 def wide_plan(kernel: str, program: Typed, options: Options, target: Target) -> WidePlan:
-    """Decide one of the two kernels for one configuration."""
+    """Decide one of the two kernels."""
     program = with_kernel_names(program, "triton", "hopper")
     by_s = d_ds(program.given_score)
     score, results = score_function(program, by_s, ())
