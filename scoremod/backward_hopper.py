@@ -2,7 +2,8 @@
 
 One kernel gives dq, dk and dv; one before it looks at each row, one after it makes dq of its sums.
 Captures that are read by pairs or along diagonals get their gradients from the portable backward's
-kernels, which also serve every call that this backward does not take.
+kernels, which also serve every call that this backward does not take. Head dims above 128 have
+kernels of their own (`backward_hopper_wide.py`).
 """
 
 from __future__ import annotations

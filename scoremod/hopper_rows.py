@@ -128,7 +128,7 @@ def compile_small(plan: SmallPlan) -> Kernel:
 
 @dataclass(frozen=True)
 class Scratch:
-    """What the three kernels of a call hand to each other."""
+    """What the kernels of a call hand to each other."""
 
     rows: Tensor  # float32 [q tiles of all heads * 2 * block_m]: LSE in base 2 and delta
     sums: Tensor  # float32 [., 256]: of dq, for `slots` kv heads
