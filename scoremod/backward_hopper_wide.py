@@ -140,7 +140,7 @@ def compile_wide(kernel: str, program: Typed, chosen: Options, target: Target) -
             f"`{kernel}` of `{program.name}` does not suit {target}: {complaint}",
             hint="the portable backward runs it",
         )
-    return replace(made, notes=(f"{plan}: taken",))
+    return made
 
 
 def source(plan: WidePlan) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 from . import attend_cpu, attend_hopper, attend_triton, backward_hopper
 from . import backward_hopper_wide as wide
 from .analysis.reasons import explain_atoms
-from .backends.compile_triton import Kernel
 from .backward_hopper_wide import is_wide
 from .binding import Bound
 from .inputs import Inputs
@@ -20,7 +19,7 @@ from .launch import device
 from .passes.simplify import simplify
 from .plan import Param, Typed
 from .plan_hopper import HopperPlan
-from .plan_hopper_wide import KEYS, QUERIES, wide_plan
+from .plan_hopper_wide import KERNELS, KEYS, QUERIES, wide_plan
 from .plan_triton import Options, TritonPlan, triton_plan
 from .target import INTERPRETER, Target
 from .variant import Program
@@ -143,28 +142,28 @@ def _hopper_backward(program: Typed, chosen: Options, target: Target, unfit: str
     learned = backward_hopper.unlearned(program, backward_hopper.possible_reads(program, chosen))
     if learned:
         lines.append(f"  backward portable with learned captures: {learned}")
-    return lines + _tried(kernel)
+    if kernel is None:
+        return [*lines, _UNTRIED]
+    return lines + [f"  tried    {note}" for note in kernel.notes]
+
+
+_UNTRIED = "  tried    no backward so far: it is compiled when it is first asked for"
 
 
 def _wide_backward(program: Typed, chosen: Options, target: Target) -> list[str]:
     """The same of wide heads, whose gradients come from two kernels."""
-    lines = []
-    for kernel, made in ((KEYS, "dk and dv"), (QUERIES, "dq")):
-        mine = wide.of_options(kernel, program, chosen)
-        lines.append(f"  backward {made}: {wide_plan(kernel, program, mine, target)}")
-        lines += _tried(wide.found(kernel, program, mine, target))
-    lines.append("  dq       the same bits in each run: each program sums that of its own queries")
+    mine = {kernel: wide.of_options(kernel, program, chosen) for kernel in KERNELS}
+    plans = {kernel: wide_plan(kernel, program, mine[kernel], target) for kernel in KERNELS}
+    lines = [
+        f"  backward dk and dv in one kernel: {plans[KEYS]}",
+        f"  backward dq in another: {plans[QUERIES]}",
+        "  dq       the same bits in each run: each program sums that of its own queries",
+    ]
     reads = backward_hopper.possible_reads(program, chosen)
     if learned := backward_hopper.unlearned(program, reads, wide=True):
         lines.append(f"  backward portable with learned captures: {learned}")
-    return lines
-
-
-def _tried(kernel: Kernel | None) -> list[str]:
-    """Which configurations of a backward kernel were tried."""
-    if kernel is None:
-        return ["  tried    no backward so far: it is compiled when it is first asked for"]
-    return [f"  tried    {note}" for note in kernel.notes]
+    kernels = (wide.found(kernel, program, mine[kernel], target) for kernel in KERNELS)
+    return lines if all(kernels) else [*lines, _UNTRIED]
 
 
 def explain_hopper(plan: HopperPlan) -> list[str]:

@@ -30,6 +30,7 @@ from scoremod import (
     attend_hopper,
     attend_triton,
     backward_hopper,
+    backward_hopper_wide,
     backward_triton,
     bundle,
     explain,
@@ -197,6 +198,24 @@ def test_wide_heads_have_two_kernels(
         assert trained(gpu, attn, captures_of(name), dim=192, **call) == WIDE
     # Deterministic ones are the same.
     assert trained(gpu, attn, captures_of(name), dim=192, deterministic=True) == WIDE
+
+
+def test_a_refusal_of_one_of_them_is_recorded_and_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uncompiled(monkeypatch)
+    only_usual(monkeypatch)
+    made = backward_hopper_wide.compile_wide
+
+    def refuse_one(kernel: str, *rest: Any) -> Kernel:
+        return refuse() if kernel == "attention_bwd_queries" else made(kernel, *rest)
+
+    monkeypatch.setattr(backward_hopper_wide, "compile_wide", refuse_one)
+    path = built(tmp_path, variants.causal, target="cuda:90", phase=("fwd", "bwd"), head_dim=192)
+    gpu = Gpu(monkeypatch, "cuda:90")
+    assert trained(gpu, scoremod.load(path), {}, dim=192) == PORTABLE
+    refused = [r["kernel"] for r in bundle.read(path).records if "refused" in r]
+    assert refused == ["attention_bwd_queries"]
 
 
 def test_explain_says_what_a_bundle_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

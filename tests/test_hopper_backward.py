@@ -268,8 +268,8 @@ def test_explain_says_what_computes_gradients() -> None:
     assert "  backward dq, dk and dv in one kernel: 64 queries by 128 keys, scores early" in said
     assert "  backward portable with learned captures: the gradient of `slopes` is summed" in said
     said = variants.causal.explain(head_dim=256)
-    assert "  backward dk and dv: 64 queries by 64 keys" in said
-    assert "  backward dq: 128 queries by 64 keys" in said
+    assert "  backward dk and dv in one kernel: 64 queries by 64 keys" in said
+    assert "  backward dq in another: 128 queries by 64 keys" in said
     assert "  dq       the same bits in each run: each program sums that of its own queries" in said
     said = variants.forget_gate.explain(head_dim=192)
     assert (

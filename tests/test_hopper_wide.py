@@ -120,6 +120,12 @@ def test_tiles_fit_the_multiprocessor(kernel: str) -> None:
     assert 128 * (2 * made.worker_registers[0] + made.worker_registers[1]) <= 2**16
 
 
+def test_the_sources_are_those_of_three_kernels() -> None:
+    texts = backward_hopper.sources(program(variants.causal), options(192), H200)
+    last = [re.findall(r"^def (\w+)\(", text, re.MULTILINE)[-1] for text in texts]
+    assert last == ["attention_bwd_rows", *KERNELS]
+
+
 # -- refusals ----------------------------------------------------------------------------------
 
 
@@ -242,4 +248,4 @@ def test_seven_variants_compile_as_they_were_meant(
     dtype: str,
 ) -> None:
     for made, spills in apart(compiled, name, dtype, {}):
-        assert spills <= (SPILLS if name == "dilated" else 20), made.notes
+        assert spills <= (SPILLS if name == "dilated" else 20), made.entry
