@@ -17,6 +17,7 @@ from gradient_cases import leaf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from scoremod import Variant, attend_triton, backward_hopper, library, parse, variants
 from scoremod.backends.triton import TRITON
@@ -221,7 +222,10 @@ FEW_KEYS = {
     "causal, an offset": (parse("variant late(n: int) { mask j <= i + n }"), False),
     "a window": (variants.sliding_window, True),
     "the first keys": (variants.prefix_lm, True),
-    "keys by what they are": (variants.document, True),
+    "documents": (variants.document, False),
+    "documents, causal": (variants.document & variants.causal, False),
+    "documents, a window": (variants.document & variants.sliding_window, True),
+    "keys by what they are": (parse("variant kinds(t: i32[L]) { mask t[i] <= t[j] }"), True),
     "every other query's": (parse("variant half() { mask 2 * j <= i }"), True),
     "an end by head": (parse("variant ends(n: i32[H]) { mask j <= i + n[h] }"), True),
     "some queries": (parse("variant some() { mask j <= i and i % 2 == 0 }"), True),
@@ -304,7 +308,7 @@ def operator_call(qkv: tuple[Tensor, ...]) -> tuple[Any, ...]:
     operator = library._attend
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "_attend", lambda *args: seen.append(args) or operator(*args))
-        with torch.utils.flop_counter.FlopCounterMode(display=False):  # any mode will do
+        with FlopCounterMode(display=False):  # any mode will do
             NEAR(*qkv, backend="triton")
     return seen[0]
 
