@@ -79,11 +79,15 @@ def last_places(o: Tensor) -> Tensor:
 
 
 def check_round_trip(x: Tensor, dtype: torch.dtype, width: int) -> None:
-    """Within an eighth of the last place; where float16 has no more exponents, not much farther."""
+    """Within an eighth of the last place; where float16 has no more exponents, not much farther.
+
+    Rows that lost less than a quarter everywhere may have lost nothing.
+    """
     found, x = round_trip(x, dtype, width).double(), x.reshape(-1, width).double()
     o = x.to(dtype)
     error, before, normal = (found - x).abs(), (o.double() - x).abs(), torch.finfo(dtype).tiny
-    assert (error <= last_places(o) / 8)[o.abs() > normal].all()
+    small = (before <= last_places(o) / 4).all(1, keepdim=True)
+    assert (error <= last_places(o) / torch.where(small, 4, 8))[o.abs() > normal].all()
     if dtype is f16:  # the interpreter converts such numbers of bfloat16 wrongly
         farther = o.double().abs() * 2**-13 + torch.finfo(f32).tiny
         assert (error <= before + farther)[o.abs() <= normal].all()
@@ -106,6 +110,17 @@ def test_awkward_numbers_come_back(dtype: torch.dtype, width: int) -> None:
 @given(st.lists(st.floats(-6e4, 6e4, width=32), min_size=64, max_size=64), st.sampled_from(HALVES))
 def test_numbers_come_back(numbers: list[float], dtype: torch.dtype) -> None:
     check_round_trip(torch.tensor(numbers, dtype=f32), dtype, 64)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", HALVES)
+def test_rows_that_lost_nothing_come_back_exactly(dtype: torch.dtype) -> None:
+    """As queries do that see one key; the second row loses something in one place."""
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)).to(dtype).float()
+    x[1, 7] *= 1 + 0.3 * torch.finfo(dtype).eps
+    found = round_trip(x, dtype, 64)
+    assert torch.equal(found[0], x[0])
+    assert (found[1] != x[1].to(dtype).float()).all()
 
 
 @interpreted
@@ -150,9 +165,11 @@ def test_both_backwards_restore_o(v_head_dim: int) -> None:
     inputs = check_inputs(
         q, q, torch.empty_like(out), scale=None, q_offset=0, kv_lens=None, precision="auto"
     )
+    words[1, 2, 5] = 0
     result = Result(out, torch.zeros(shape), do, None, words)
     call = call_of(typed(NOOP._program, ()), inputs, (), result, ALL)
     shifted = out.float().view(torch.int32) + (unpacked(words, v_head_dim).int() << 11) + 1024
+    shifted[1, 2, 5] = out[1, 2, 5].float().view(torch.int32)
     exact = (shifted.view(f32).double() * do.double()).sum(3)
     torch.testing.assert_close(row_values(call)[..., 1].double(), exact, rtol=1e-5, atol=1e-4)
     assert (exact - (out.double() * do.double()).sum(3)).abs().max() > 1e-3

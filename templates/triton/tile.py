@@ -473,9 +473,13 @@ def residual_codes(x, o):
 
 @triton.jit
 def restored(o, codes):
-    """float32 within an eighth of the last place of what was rounded to `o`."""
+    """float32 within an eighth of the last place of what was rounded to `o`.
+
+    A row without any code lost nothing: a query that sees one key, whose value is all of o.
+    """
     QUARTER: tl.constexpr = 11 if o.dtype == tl.float16 else 14
-    middle = (codes << QUARTER) + (1 << (QUARTER - 1))
+    lost = (tl.max(codes & 3, 1) != 0)[:, None]
+    middle = tl.where(lost, (codes << QUARTER) + (1 << (QUARTER - 1)), 0)
     near = (bits_of(o) + middle).to(tl.float32, bitcast=True)
     # Numbers too large for float16 became infinite.
     return tl.where(tl.abs(o.to(tl.float32)) == float("inf"), o.to(tl.float32), near)
