@@ -79,7 +79,7 @@ def last_places(o: Tensor) -> Tensor:
 
 
 def check_round_trip(x: Tensor, dtype: torch.dtype, width: int) -> None:
-    """Within an eighth of the last place; where float16 has no more exponents, not much farther.
+    """Within a seventh of the last place; where float16 has no more exponents, not much farther.
 
     Rows that lost less than a quarter everywhere may have lost nothing.
     """
@@ -87,7 +87,7 @@ def check_round_trip(x: Tensor, dtype: torch.dtype, width: int) -> None:
     o = x.to(dtype)
     error, before, normal = (found - x).abs(), (o.double() - x).abs(), torch.finfo(dtype).tiny
     small = (before <= last_places(o) / 4).all(1, keepdim=True)
-    assert (error <= last_places(o) / torch.where(small, 4, 8))[o.abs() > normal].all()
+    assert (error <= last_places(o) / torch.where(small, 4, 7))[o.abs() > normal].all()
     if dtype is f16:  # the interpreter converts such numbers of bfloat16 wrongly
         farther = o.double().abs() * 2**-13 + torch.finfo(f32).tiny
         assert (error <= before + farther)[o.abs() <= normal].all()
@@ -116,11 +116,13 @@ def test_numbers_come_back(numbers: list[float], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 def test_rows_that_lost_nothing_come_back_exactly(dtype: torch.dtype) -> None:
     """As queries do that see one key; the second row loses something in one place."""
-    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)).to(dtype).float()
+    exact = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)).to(dtype).float()
+    # As sums in float32 may be: off by roundings of their own, to both sides.
+    x = exact * (1 + torch.linspace(-3e-7, 3e-7, 64))
     x[1, 7] *= 1 + 0.3 * torch.finfo(dtype).eps
     found = round_trip(x, dtype, 64)
-    assert torch.equal(found[0], x[0])
-    assert (found[1] != x[1].to(dtype).float()).all()
+    assert torch.equal(found[0], exact[0])
+    assert (found[1] != exact[1]).all()
 
 
 @interpreted
@@ -168,7 +170,7 @@ def test_both_backwards_restore_o(v_head_dim: int) -> None:
     words[1, 2, 5] = 0
     result = Result(out, torch.zeros(shape), do, None, words)
     call = call_of(typed(NOOP._program, ()), inputs, (), result, ALL)
-    shifted = out.float().view(torch.int32) + (unpacked(words, v_head_dim).int() << 11) + 1024
+    shifted = out.float().view(torch.int32) + (unpacked(words, v_head_dim).int() << 11) + 1024 - 128
     shifted[1, 2, 5] = out[1, 2, 5].float().view(torch.int32)
     exact = (shifted.view(f32).double() * do.double()).sum(3)
     torch.testing.assert_close(row_values(call)[..., 1].double(), exact, rtol=1e-5, atol=1e-4)
