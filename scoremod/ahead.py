@@ -21,10 +21,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from . import attend_hopper, attend_triton, backward_hopper, backward_triton
+from . import attend_hopper, attend_triton, backward_hopper, backward_triton, hopper_rows
+from . import backward_hopper_wide as wide
 from .backends.compile_triton import Kernel
+from .backward_hopper_wide import is_wide
 from .bundle import Item, Kind
 from .errors import BackendUnavailable, InputMismatch
 from .ir.capture import Kind as KindOfCapture
@@ -32,6 +35,7 @@ from .ir.ops import Op, Type
 from .passes.patterns import Read
 from .plan import Param, Typed, assumed_params, typed
 from .plan_hopper_backward import finish_plan, rows_plan
+from .plan_hopper_wide import KERNELS, KEYS, ROWS
 from .plan_structure import structure_plan
 from .plan_triton import ELEMENT_BYTES, Options
 from .plan_triton_backward import (
@@ -384,6 +388,9 @@ def _backward(job: Job, shelf: Shelf) -> Iterator[Item]:
                 yield from _structure(job, shelf, mine, made, transposed=kernel == DKDV)
     yield from _places(job, shelf, reads)
     if attend_hopper.is_hopper(target) and not _unfit_for_hoppers_backward(job, reads):
+        if is_wide(chosen):
+            yield from _wide_backward(job, shelf)
+            return
         yield from _hopper_backward(job, shelf, sums_keys=False)
         if any(KERNEL_OF[read.pattern] == DKDV for read in reads):
             yield from _hopper_backward(job, shelf, sums_keys=True)
@@ -392,7 +399,7 @@ def _backward(job: Job, shelf: Shelf) -> Iterator[Item]:
 def _unfit_for_hoppers_backward(job: Job, reads: Sequence[Read]) -> bool:
     chosen = job.options
     shape = (chosen.dtype, chosen.head_dim, chosen.v_head_dim)
-    unlearned = backward_hopper.unlearned(job.program, reads)
+    unlearned = backward_hopper.unlearned(job.program, reads, wide=is_wide(chosen))
     return bool(backward_hopper.unfit_shape(*shape) or unlearned)
 
 
@@ -414,20 +421,38 @@ def _hopper_backward(job: Job, shelf: Shelf, *, sums_keys: bool) -> Iterator[Ite
 
 def _around(job: Job, shelf: Shelf, tile: Mapping[str, int]) -> Iterator[Item]:
     """The kernels before and after Hopper's main one, for any call: memory is their limit."""
-    target, block_m, columns = job.target, tile["BLOCK_M"], tile["DQ_COLUMNS"]
-    chosen = replace(backward_hopper.small_options(job.options), wide_offsets=True)
-    found = [
-        (
-            backward_hopper.rows_key(chosen, block_m, has_grad_lse=has_grad_lse),
-            rows_plan(chosen, target, block_m, has_grad_lse=has_grad_lse),
-        )
-        for has_grad_lse in (False, True)
-    ]
-    last = finish_plan(chosen, target, block_m, columns)
-    found.append((backward_hopper.finish_key(chosen, block_m, columns), last))
-    for what, plan in found:
-        if Kind.of(what, target) not in shelf.items:
-            yield Item(what, target, job.call, backward_hopper.compile_small(plan))
+    block_m, columns = tile["BLOCK_M"], tile["DQ_COLUMNS"]
+    yield from _rows(job, shelf, block_m)
+    chosen = replace(hopper_rows.small_options(job.options), wide_offsets=True)
+    what = backward_hopper.finish_key(chosen, block_m, columns)
+    if Kind.of(what, job.target) not in shelf.items:
+        plan = finish_plan(chosen, job.target, block_m, columns)
+        yield Item(what, job.target, job.call, hopper_rows.compile_small(plan))
+
+
+def _rows(job: Job, shelf: Shelf, block_m: int) -> Iterator[Item]:
+    """The kernels that look at each row first."""
+    chosen = replace(hopper_rows.small_options(job.options), wide_offsets=True)
+    for has_grad_lse in (False, True):
+        what = hopper_rows.rows_key(chosen, block_m, has_grad_lse=has_grad_lse)
+        if Kind.of(what, job.target) not in shelf.items:
+            plan = rows_plan(chosen, job.target, block_m, has_grad_lse=has_grad_lse)
+            yield Item(what, job.target, job.call, hopper_rows.compile_small(plan))
+
+
+def _wide_backward(job: Job, shelf: Shelf) -> Iterator[Item]:
+    """Hopper's kernels of wide heads, or why there are none."""
+    for kernel in KERNELS:
+        chosen = wide.of_options(kernel, job.program, job.options)
+        what = wide.wide_key(kernel, job.program, chosen)
+        item = shelf.items.get(Kind.of(what, job.target))
+        if item is None:
+            result = _or_why_not(partial(wide.compile_wide, kernel), job, chosen)
+            item = Item(what, job.target, job.call, result)
+            yield item
+        if chosen.stored and isinstance(item.result, Kernel):
+            yield from _structure(job, shelf, chosen, item.result, transposed=kernel == KEYS)
+    yield from _rows(job, shelf, ROWS)
 
 
 def _places(job: Job, shelf: Shelf, reads: Sequence[Read]) -> Iterator[Item]:

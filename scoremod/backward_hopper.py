@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from . import attend_hopper, backward_triton
+from . import attend_hopper, backward_hopper_wide, backward_triton
 from .attend_hopper import HEAD_DIMS, copyable, described, unfit_blocks
 from .attend_triton import in_float32, on_device, stored_structure
 from .backends.compile_hopper import Refused
 from .backends.compile_hopper_backward import compile_plan
-from .backends.compile_triton import Kernel, compile_kernel
-from .backends.hopper import HOPPER, WITHOUT_PRODUCTS
+from .backends.compile_triton import Kernel
+from .backends.hopper import HOPPER
+from .backward_hopper_wide import WideKernels, is_wide
 from .backward_triton import (
     Call,
     Line,
@@ -38,8 +39,20 @@ from .bundle import loaded
 from .cache import CACHE, fingerprint, key
 from .errors import BackendUnavailable, KernelMissing
 from .gradients import Gradients, Result, Wanted
+from .hopper_rows import (
+    Scratch,
+    as_copyable,
+    indifferent,
+    kv_heads_of,
+    look_at_rows,
+    not_interpreted,
+    q_tiles_of,
+    rows_kernel,
+    small_kernel,
+    small_options,
+    small_source,
+)
 from .inputs import Inputs, empty_like_q, shared_values
-from .ir.capture import Kind
 from .ir.expr import ONE
 from .launch import device as gpu
 from .passes.derivative import d_ds
@@ -53,10 +66,8 @@ from .plan_hopper_backward import (
     HALF,
     MAIN,
     RANKS,
-    ROWS,
     BackwardConfig,
     HopperBackwardPlan,
-    SmallPlan,
     config_of,
     configs_of,
     counts_of,
@@ -68,12 +79,13 @@ from .plan_hopper_backward import (
     slots_of,
     width_of,
 )
-from .plan_triton import Options, wide_scalars
+from .plan_hopper_wide import WIDTH
+from .plan_triton import Options
 from .plan_triton_backward import DIAGONALS, DKDV, DQ, PAIRS, learnable, reads_of
-from .ready import Interpreted, Ready, ready
+from .ready import Ready, ready
 from .render import render
 from .structure import Sizes, Stored, differing
-from .target import INTERPRETER, Target
+from .target import Target
 from .tuned import keep, noted
 
 Tensor = torch.Tensor
@@ -84,7 +96,9 @@ def backward(
 ) -> Gradients:
     """The gradients of a call whose forward ran on a Hopper GPU."""
     call = call_of(program, inputs, bound, result, wanted)
-    fits = not (unfit(program, inputs) or unlearned(program, call.reads))
+    fits = not (
+        unfit(program, inputs) or unlearned(program, call.reads, wide=is_wide(call.options))
+    )
     kernels = kernels_of(call) if fits else None
     if kernels is None:
         return backward_triton.backward(program, inputs, bound, result, wanted)
@@ -92,11 +106,14 @@ def backward(
         return nothing(call, wanted) if call.is_empty else _gradients(call, wanted, kernels)
 
 
-def _gradients(call: Call, wanted: Wanted, kernels: Kernels) -> Gradients:
+def _gradients(call: Call, wanted: Wanted, kernels: Kernels | WideKernels) -> Gradients:
     found: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     by_read: dict[int, Tensor] = {}
     if wanted.q or wanted.k or wanted.v or call.reads_in(DKDV):
-        found = tensor_gradients(call, kernels, by_read)
+        if isinstance(kernels, WideKernels):
+            found = backward_hopper_wide.tensor_gradients(call, kernels, wanted)
+        else:
+            found = tensor_gradients(call, kernels, by_read)
     sum_rows(call, by_read)
     if call.reads_in(DIAGONALS) or call.reads_in(PAIRS):
         sum_others(call, row_values(call), by_read)
@@ -126,11 +143,8 @@ def unfit_shape(element: str, head_dim: int, v_head_dim: int) -> str:
     """The same of what a kernel is made for."""
     if element not in ("f16", "bf16"):
         return f"its products are of 16-bit floats, not of {element}"
-    dims = f"head dims {head_dim} and {v_head_dim}"
     if not {head_dim, v_head_dim} <= set(HEAD_DIMS):
-        return f"{dims} are not multiples of 8 from 40 to 256"
-    if max(padded(head_dim), padded(v_head_dim)) not in {width for width, _ in CONFIGS}:
-        return f"dk and dv of {dims} take more registers than there are"
+        return f"head dims {head_dim} and {v_head_dim} are not multiples of 8 from 40 to 256"
     return ""
 
 
@@ -140,25 +154,27 @@ MOST_RANKS = 2**28
 
 def ranks_bytes(program: Typed, inputs: Inputs) -> int:
     """What it takes to say in which order kv tiles add to dq."""
-    if not program.has_mask and inputs.tiles is None:
+    width = max(map(padded, (inputs.q.shape[3], inputs.v.shape[3])))
+    if width == WIDTH or (not program.has_mask and inputs.tiles is None):
         return 0
     by_sequence = inputs.kv_lens is not None or isinstance(inputs.q_offset, Tensor)
     user = inputs.tiles if isinstance(inputs.tiles, Blocks) else None
     sizes = Sizes.of(inputs)
     batches, heads = differing(program, sizes, user, by_sequence=by_sequence)
-    width = max(map(padded, (inputs.q.shape[3], inputs.v.shape[3])))
     block_m = CONFIGS[width, program.has_score][0].block_m
     return 4 * batches * heads * -(-sizes.q_len // block_m) * -(-sizes.kv_len // BLOCK_N)
 
 
-def unlearned(program: Typed, reads: Sequence[Read]) -> str:
+def unlearned(program: Typed, reads: Sequence[Read], *, wide: bool = False) -> str:
     """Which captured gradient the portable dq, dk and dv kernels sum as well; "" for none.
 
-    What is added to all scores of a query or of a key, times a number, is summed here.
+    What is added to all scores of a query or of a key, times a number, is summed here; per key not
+    where heads are wide.
     """
     added = d_ds(program.given_score) == ONE
     for read in reads:
-        if read.pattern in _LINE and not (added and read.slope.is_const):
+        summed = added and read.slope.is_const and not (wide and read.pattern is Pattern.COLUMN)
+        if read.pattern in _LINE and not summed:
             return f"the gradient of `{read.capture}` is summed per {_LINE[read.pattern]}"
     return ""
 
@@ -187,10 +203,10 @@ class Kernels:
 
 
 # What calls launch, by what decides it and where it runs; None where the main kernel was refused.
-_KERNELS: dict[tuple[object, ...], Kernels | None] = {}
+_KERNELS: dict[tuple[object, ...], Kernels | WideKernels | None] = {}
 
 
-def kernels_of(call: Call) -> Kernels | None:
+def kernels_of(call: Call) -> Kernels | WideKernels | None:
     """What a call that fits launches, compiled if it has to be; None if there is no main kernel."""
     program, given = call.program, call.result.given
     what = (
@@ -203,8 +219,15 @@ def kernels_of(call: Call) -> Kernels | None:
         *given.values(),
     )
     if what not in _KERNELS:
-        _KERNELS[what] = None if refusal(call) else around(call, main(call))
+        _KERNELS[what] = None if refusal(call) else launched(call)
     return _KERNELS[what]
+
+
+def launched(call: Call) -> Kernels | WideKernels:
+    """The same of a call that has a main kernel."""
+    if is_wide(call.options):
+        return backward_hopper_wide.kernels(call)
+    return around(call, main(call))
 
 
 def around(call: Call, made: Ready) -> Kernels:
@@ -213,7 +236,7 @@ def around(call: Call, made: Ready) -> Kernels:
     return Kernels(
         chosen,
         in_slots(call.program, chosen),
-        rows_kernel(call, made.block_m),
+        rows_kernel(call, made.block_m, ordered=call.inputs.must_repeat),
         made,
         finish_kernel(call, made.block_m, made.constants["DQ_COLUMNS"]),
     )
@@ -221,6 +244,8 @@ def around(call: Call, made: Ready) -> Kernels:
 
 def refusal(call: Call) -> str:
     """Why a call that fits has no main kernel, which is compiled to know it; "" if it has one."""
+    if is_wide(call.options):
+        return _why_none(lambda: backward_hopper_wide.kernels(call))
     return _why_none(lambda: main(call))
 
 
@@ -235,6 +260,8 @@ def _why_none(find: Callable[[], object]) -> str:
 
 def known_refusal(program: Typed, chosen: Options, target: Target) -> str:
     """The same without compiling: "" where nothing was tried so far, too."""
+    if is_wide(chosen):
+        return backward_hopper_wide.known_refusal(program, chosen, target)
     chosen = of_options(program, chosen)
     if program.bundle:
         return _why_none(lambda: found(program, chosen, target))
@@ -253,22 +280,10 @@ def of_options(program: Typed, chosen: Options) -> Options:
 
     Several ranges of queries are not solved in the kernel, but read as any other structure; so are
     those of all masks where kv tiles add to dq in an order, which then comes from what they visit.
-    Only captures are passed in types that depend on what is small, or on how far offsets reach.
     """
-    tables = any(p.kind is Kind.TENSOR for p in program.params)
-    return replace(
-        chosen,
-        small=not wide_scalars(program.params, chosen),
-        wide_offsets=chosen.wide_offsets and tables,
-        aligned=True,
-        short=False,
-        positive_scale=True,
-        even=False,
-        stored=chosen.blocks
-        or not program.one_query_range
-        or (chosen.deterministic and program.has_mask),
-        coarse=False,
-    )
+    by_place = chosen.deterministic and program.has_mask
+    stored = chosen.blocks or not program.one_query_range or by_place
+    return indifferent(program, chosen, stored=stored)
 
 
 def options_of(call: Call) -> Options:
@@ -292,11 +307,7 @@ def main(call: Call) -> Ready:
         return compile_unless_refused(program, chosen, target, best)
 
     what = backward_key(program, chosen, best)
-    return ready(what, device, build, _not_interpreted, program.bundle)
-
-
-def _not_interpreted() -> Interpreted:
-    raise BackendUnavailable("Triton's interpreter does not run the Hopper backward")
+    return ready(what, device, build, not_interpreted, program.bundle)
 
 
 def backward_key(
@@ -365,6 +376,8 @@ def sources(program: Typed, chosen: Options, target: Target) -> list[str]:
 
     Of the main one the configuration that was compiled, else the one that is tried first.
     """
+    if is_wide(chosen):
+        return backward_hopper_wide.sources(program, chosen, target)
     tried = plans(program, chosen, target, tuned(program, chosen, target))
     kernel = found(program, chosen, target)
     plan = tried[len(kernel.notes) - 1 if kernel is not None else 0]
@@ -403,37 +416,14 @@ def keep_tuned(
 # -- the kernels before and after --------------------------------------------------------------
 
 
-def rows_kernel(call: Call, block_m: int) -> Ready:
-    """The kernel that looks at each row first."""
-    chosen = small_options(call.options)
-    given = call.result.given | {"ordered": call.inputs.must_repeat}
-    return _small(
-        call,
-        rows_key(chosen, block_m, **given),
-        lambda target: rows_plan(chosen, target, block_m, **given),
-    )
-
-
 def finish_kernel(call: Call, block_m: int, dq_columns: int) -> Ready:
     """The kernel that makes dq of its sums."""
     chosen = small_options(call.options)
-    return _small(
+    return small_kernel(
         call,
         finish_key(chosen, block_m, dq_columns),
         lambda target: finish_plan(chosen, target, block_m, dq_columns),
     )
-
-
-def rows_key(
-    chosen: Options,
-    block_m: int,
-    *,
-    has_grad_lse: bool,
-    has_residual: bool = False,
-    ordered: bool = False,
-) -> tuple[object, ...]:
-    """What decides the kernel that looks at each row."""
-    return (ROWS, chosen, block_m, has_grad_lse, has_residual, ordered)
 
 
 def finish_key(chosen: Options, block_m: int, dq_columns: int) -> tuple[object, ...]:
@@ -444,49 +434,7 @@ def finish_key(chosen: Options, block_m: int, dq_columns: int) -> tuple[object, 
 def ranks_kernel(call: Call) -> Ready:
     """The kernel that says in which order kv tiles add to dq."""
     chosen = small_options(call.options)
-    return _small(call, (RANKS, chosen), lambda target: ranks_plan(chosen, target))
-
-
-def small_options(chosen: Options) -> Options:
-    """What these kernels are specialised for: nothing of the variant."""
-    return Options(
-        chosen.dtype,
-        chosen.head_dim,
-        chosen.v_head_dim,
-        wide_offsets=chosen.wide_offsets,
-        scale_in_memory=chosen.scale_in_memory,
-    )
-
-
-def _small(call: Call, what: tuple[object, ...], plan: Callable[[Target], SmallPlan]) -> Ready:
-    def interpret() -> Interpreted:
-        made = plan(INTERPRETER)
-        return Interpreted(small_source(made), made.kernel, made.constants)
-
-    return ready(
-        what, call.device, lambda t: compile_small(plan(t)), interpret, call.program.bundle
-    )
-
-
-def small_source(plan: SmallPlan) -> str:
-    """The text of a kernel without products."""
-    return render(f"{plan.kernel}.py", plan, WITHOUT_PRODUCTS)
-
-
-def compile_small(plan: SmallPlan) -> Kernel:
-    """Render and compile a kernel without products."""
-    return compile_kernel(
-        small_source(plan),
-        plan.kernel,
-        plan.arguments,
-        plan.constants,
-        plan.target,
-        num_warps=4,
-        num_stages=1,
-        aligned=True,
-        even=False,
-        fp_fusion=True,
-    )
+    return small_kernel(call, (RANKS, chosen), lambda target: ranks_plan(chosen, target))
 
 
 # -- the call ----------------------------------------------------------------------------------
@@ -560,18 +508,6 @@ def ranks_of(call: Call, found: Stored, q_tiles: int, kv_tiles: int) -> Tensor:
     return ranks
 
 
-@dataclass(frozen=True)
-class Scratch:
-    """What the three kernels of a call hand to each other."""
-
-    rows: Tensor  # float32 [q tiles of all heads * 2 * block_m]: LSE in base 2 and delta
-    sums: Tensor  # float32 [., 256]: of dq, for `slots` kv heads
-    slots: int
-    counters: Tensor  # int32 [`counts_of`]
-    turns: tuple[Tensor, ...]  # int32 [q tiles of all heads]: the kv tile whose turn it is
-    ds_sums: tuple[Tensor, ...] = ()  # float32 [B, Hq, Lk], where something per key learns
-
-
 def scratch_of(call: Call, block_m: int, slots: int) -> Scratch:
     """Room for them, with sums of dq for so many kv heads."""
     tiles, heads = q_tiles_of(call, block_m), kv_heads_of(call)
@@ -587,34 +523,6 @@ def scratch_of(call: Call, block_m: int, slots: int) -> Scratch:
         (torch.empty(tiles, **ints),) if call.inputs.must_repeat else (),
         (torch.empty(keys, **floats),) if sums_keys(call) else (),
     )
-
-
-def kv_heads_of(call: Call) -> int:
-    """How many kv heads there are, of all batches."""
-    return call.inputs.q.shape[0] * call.inputs.k.shape[1]
-
-
-def as_copyable(x: Tensor) -> Tensor:
-    """x as TMA can copy it; anything else is copied once."""
-    return x if copyable(x) else x.contiguous()
-
-
-def q_tiles_of(call: Call, block_m: int) -> int:
-    """How many q tiles there are, of all heads."""
-    batch, q_heads, q_len, _ = call.inputs.q.shape
-    return -(-q_len // block_m) * batch * q_heads
-
-
-def look_at_rows(call: Call, kernel: Ready, do: Tensor, block_m: int, scratch: Scratch) -> None:
-    """Write the row values, and clear all else."""
-    result, tiles, heads = call.result, q_tiles_of(call, block_m), kv_heads_of(call)
-    o, lse = as_copyable(result.out.detach()), result.lse.contiguous()
-    grad_lse = lse if result.grad_lse is None else result.grad_lse.to(torch.float32)
-    values: list[Any] = [o, do, lse, grad_lse, scratch.rows, scratch.sums, scratch.counters]
-    values += [*o.stride()[:3], *do.stride()[:3], *grad_lse.stride()]
-    _, q_heads, q_len, _ = call.inputs.q.shape
-    values += [q_len, q_heads, tiles // heads * scratch.slots, counts_of(heads)]
-    kernel.run(tiles, [*values, *result.residuals, *scratch.turns])
 
 
 def arguments(

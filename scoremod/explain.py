@@ -7,7 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from . import attend_cpu, attend_hopper, attend_triton, backward_hopper
+from . import backward_hopper_wide as wide
 from .analysis.reasons import explain_atoms
+from .backends.compile_triton import Kernel
+from .backward_hopper_wide import is_wide
 from .binding import Bound
 from .inputs import Inputs
 from .ir.capture import MISSING
@@ -17,6 +20,7 @@ from .launch import device
 from .passes.simplify import simplify
 from .plan import Param, Typed
 from .plan_hopper import HopperPlan
+from .plan_hopper_wide import KEYS, QUERIES, wide_plan
 from .plan_triton import Options, TritonPlan, triton_plan
 from .target import INTERPRETER, Target
 from .variant import Program
@@ -120,6 +124,8 @@ def _hopper_backward(program: Typed, chosen: Options, target: Target, unfit: str
     """What computes the gradients of a call on a Hopper GPU."""
     if reason := unfit or backward_hopper.known_refusal(program, chosen, target):
         return [f"  backward portable: {reason}"]
+    if is_wide(chosen):
+        return _wide_backward(program, chosen, target)
     chosen = backward_hopper.of_options(program, chosen)
     kernel = backward_hopper.found(program, chosen, target)
     note = backward_hopper.tuning(program, chosen, target)
@@ -137,9 +143,28 @@ def _hopper_backward(program: Typed, chosen: Options, target: Target, unfit: str
     learned = backward_hopper.unlearned(program, backward_hopper.possible_reads(program, chosen))
     if learned:
         lines.append(f"  backward portable with learned captures: {learned}")
+    return lines + _tried(kernel)
+
+
+def _wide_backward(program: Typed, chosen: Options, target: Target) -> list[str]:
+    """The same of wide heads, whose gradients come from two kernels."""
+    lines = []
+    for kernel, made in ((KEYS, "dk and dv"), (QUERIES, "dq")):
+        mine = wide.of_options(kernel, program, chosen)
+        lines.append(f"  backward {made}: {wide_plan(kernel, program, mine, target)}")
+        lines += _tried(wide.found(kernel, program, mine, target))
+    lines.append("  dq       the same bits in each run: each program sums that of its own queries")
+    reads = backward_hopper.possible_reads(program, chosen)
+    if learned := backward_hopper.unlearned(program, reads, wide=True):
+        lines.append(f"  backward portable with learned captures: {learned}")
+    return lines
+
+
+def _tried(kernel: Kernel | None) -> list[str]:
+    """Which configurations of a backward kernel were tried."""
     if kernel is None:
-        return [*lines, "  tried    no backward so far: it is compiled when it is first asked for"]
-    return lines + [f"  tried    {note}" for note in kernel.notes]
+        return ["  tried    no backward so far: it is compiled when it is first asked for"]
+    return [f"  tried    {note}" for note in kernel.notes]
 
 
 def explain_hopper(plan: HopperPlan) -> list[str]:

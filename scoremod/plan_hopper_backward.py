@@ -172,8 +172,56 @@ _SEGMENTS = (
 _SAID = "read_number(said.index(step % SAID))"
 
 
+class GradientReader(TileReader):
+    """What the plans of all Hopper backward kernels with products say of scores and masks."""
+
+    functions: tuple[DeviceFunction, ...]
+    mask: DeviceFunction | None
+    params: tuple[Param, ...]
+
+    @property
+    def scalars_in_memory(self) -> tuple[Argument, ...]:
+        return scalars_in_memory(self.params)
+
+    @property
+    def exact(self) -> bool:
+        return self.options.precision == "exact"
+
+    @property
+    def propagates_nan(self) -> bool:
+        return any(f.propagates_nan for f in self.functions)
+
+    @property
+    def every_query(self) -> bool:
+        """Whether all queries see all keys of the tensor."""
+        return self.mask is None and not self.stored
+
+    @property
+    def solved(self) -> bool:
+        """Whether tiles to visit are found from first and last positions."""
+        return not self.stored
+
+    @property
+    def structure(self) -> tuple[Argument, ...]:
+        """Where the rows of a stored structure are."""
+        return structure_places() if self.stored else ()
+
+    @property
+    def column_params(self) -> tuple[Param, ...]:
+        return tuple(term.param for term in self.column_terms)
+
+    @property
+    def row_params(self) -> tuple[Param, ...]:
+        return tuple(term.param for term in self.row_terms)
+
+    @property
+    def mask_params(self) -> tuple[Param, ...]:
+        """What the mask takes: captures, then what was read of rows and of columns."""
+        return (*self.params, *self.row_params, *self.column_params)
+
+
 @dataclass(frozen=True)
-class HopperBackwardPlan(TileReader):
+class HopperBackwardPlan(GradientReader):
     """The kernel that gives dq, dk and dv."""
 
     title: str
@@ -216,28 +264,6 @@ class HopperBackwardPlan(TileReader):
         return 4 if self.options.sums_keys else 3
 
     @property
-    def scalars_in_memory(self) -> tuple[Argument, ...]:
-        return scalars_in_memory(self.params)
-
-    @property
-    def exact(self) -> bool:
-        return self.options.precision == "exact"
-
-    @property
-    def propagates_nan(self) -> bool:
-        return any(f.propagates_nan for f in self.functions)
-
-    @property
-    def every_query(self) -> bool:
-        """Whether all queries see all keys of the tensor."""
-        return self.mask is None and not self.stored
-
-    @property
-    def solved(self) -> bool:
-        """Whether they are found from the first and last queries."""
-        return not self.stored
-
-    @property
     def ordered(self) -> bool:
         """Whether a q tile's parts of dq are added in an order that is always the same."""
         return self.options.deterministic
@@ -269,20 +295,6 @@ class HopperBackwardPlan(TileReader):
     def order(self) -> tuple[str, ...]:
         """What `add_up` needs to know when it is its turn."""
         return tuple(a.name for a in order_places(self.options))
-
-    @property
-    def structure(self) -> tuple[Argument, ...]:
-        """Where the rows of a stored structure are."""
-        return structure_places() if self.stored else ()
-
-    @property
-    def column_params(self) -> tuple[Param, ...]:
-        return tuple(term.param for term in self.column_terms)
-
-    @property
-    def mask_params(self) -> tuple[Param, ...]:
-        """What the mask takes: captures, then what was read of rows and of columns."""
-        return (*self.params, *(t.param for t in self.row_terms), *self.column_params)
 
     @property
     def block_n(self) -> int:

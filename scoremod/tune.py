@@ -25,6 +25,7 @@ from .api import Variant
 from .attention import attend, choose_backend
 from .backends import compile_hopper, compile_hopper_backward
 from .backends.compile_triton import Kernel
+from .backward_hopper_wide import is_wide
 from .bench import (
     TOLERANCE,
     Candidate,
@@ -195,6 +196,8 @@ class Backward:
 
     @property
     def reason(self) -> str:
+        if is_wide(self.options):
+            return "the backward of head dims above 128 has one configuration"
         return backward_hopper.unfit(self.case.program, self.of.inputs)
 
     def plans(self, target: Target) -> list[HopperBackwardPlan]:

@@ -21,9 +21,11 @@ from scoremod import (
     attend_triton,
     backward_hopper,
     backward_triton,
+    hopper_rows,
     ready,
     structure,
 )
+from scoremod import backward_hopper_wide as wide
 from scoremod.backends.compile_triton import Kernel, TensorMap
 from scoremod.launch import Launcher
 from scoremod.target import parse_target
@@ -75,7 +77,7 @@ def pretend(
     def on_gpu(what: Any, device: Any, *rest: Any) -> Any:
         return ready.ready(what, gpu, *rest)
 
-    for module in (attend_triton, backward_triton, backward_hopper, structure):
+    for module in (attend_triton, backward_triton, hopper_rows, wide, backward_hopper, structure):
         put(module, "ready", on_gpu)
     for module in (ready, attend_hopper):
         put(module, "gpu", lambda index: found)

@@ -64,6 +64,7 @@ CHECKERED = torch.tensor([[True, False], [True, True]])
 CASES = {
     "causal": Case(v.causal, (1, 2, 1, 65, 129, 64, 64)),
     "causal on hopper": Case(v.causal, (1, 2, 1, 130, 257, 128, 128), backend="hopper"),
+    "causal on hopper, wide": Case(v.causal, (1, 2, 1, 130, 257, 192, 256), backend="hopper"),
     "window on hopper": Case(
         v.sliding_window.bind(window=40), (2, 2, 2, 129, 129, 64, 64), f16, "hopper"
     ),

@@ -31,13 +31,15 @@ from scoremod import (
     attend_hopper,
     attend_triton,
     backward_hopper,
+    backward_hopper_wide,
     backward_triton,
     bundle,
+    hopper_rows,
     ready,
     structure,
     variants,
 )
-from scoremod.backends import compile_hopper, compile_hopper_backward
+from scoremod.backends import compile_hopper, compile_hopper_backward, compile_hopper_wide
 from scoremod.backends.compile_triton import Kernel, TensorMap, compile_kernel
 from scoremod.bundle import Bundle, Item, Kind, Title
 from scoremod.cli import main
@@ -54,6 +56,7 @@ from scoremod.frontend.source import read_text_source
 from scoremod.launch import Launcher
 from scoremod.plan_hopper import HopperPlan
 from scoremod.plan_hopper_backward import MAIN, HopperBackwardPlan
+from scoremod.plan_hopper_wide import WidePlan
 from scoremod.plan_triton import Options
 from scoremod.target import parse_target
 
@@ -87,12 +90,18 @@ def compiled_backward(plan: HopperBackwardPlan, text: str) -> tuple[Kernel, str]
     return compiled(text, MAIN, arguments, tile, plan.target), ""
 
 
+def compiled_wide(plan: WidePlan, text: str) -> tuple[Kernel, str]:
+    arguments, tile = compile_hopper_wide.launched(plan), compile_hopper_wide.constants(plan)
+    return compiled(text, plan.kernel, arguments, tile, plan.target), ""
+
+
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Build bundles without a compiler."""
-    for module in (attend_triton, backward_triton, backward_hopper, structure):
+    for module in (attend_triton, backward_triton, hopper_rows, structure):
         monkeypatch.setattr(module, "compile_kernel", compiled)
     monkeypatch.setattr(attend_hopper, "compile_plan", compiled_forward)
     monkeypatch.setattr(backward_hopper, "compile_plan", compiled_backward)
+    monkeypatch.setattr(backward_hopper_wide, "compile_plan", compiled_wide)
 
 
 @pytest.fixture(scope="module")

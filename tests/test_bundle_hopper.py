@@ -43,6 +43,7 @@ ALIBI = variants.alibi & variants.causal
 VARIANTS = {"causal": variants.causal, "alibi": ALIBI, "documents": DOC}
 LENS = torch.tensor([5, 80], dtype=torch.int32)
 OURS = ["attention_bwd_rows", "attention_bwd", "attention_bwd_finish"]
+WIDE = ["attention_bwd_rows", "attention_bwd_keys", "attention_bwd_queries"]
 PORTABLE = ["attention_bwd_delta", "attention_bwd_dkdv", "attention_bwd_dq"]
 
 
@@ -68,7 +69,7 @@ def captures_of(name: str) -> dict[str, torch.Tensor]:
 
 def trained(gpu: Gpu, attn: Variant, captures: dict[str, torch.Tensor], **how: Any) -> list[str]:
     """What the backward of a call launches; its tensors have gradients then."""
-    leaves = tensors(requires_grad=True)
+    leaves = tensors(dim=how.pop("dim", 64), requires_grad=True)
     wants_lse = how.pop("lse", False)
     found = attn(*leaves, backend="hopper", return_lse=wants_lse, **how, **captures)
     forward = [x.entry for x in gpu.take()]
@@ -180,6 +181,22 @@ def test_biases_per_key_learn_in_hoppers_backward(
         decay = torch.zeros(2, 2, 80, requires_grad=learns)
         assert trained(gpu, attn, {"log_decay": decay}) == OURS
         assert (decay.grad is not None) == learns
+
+
+@pytest.mark.parametrize("name", ["range", "structure"])
+def test_wide_heads_have_two_kernels(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uncompiled(monkeypatch)
+    only_usual(monkeypatch, USUAL_AND_ANY)
+    variant = {"range": ALIBI, "structure": DOC}[name]
+    path = built(tmp_path, variant, target="cuda:90", phase=("fwd", "bwd"), head_dim=192)
+    gpu, attn = Gpu(monkeypatch, "cuda:90"), scoremod.load(path)
+    monkeypatch.setattr(attend_hopper.CACHE, "get_or_compile", lambda *_: pytest.fail("compiles"))
+    for call in CALLS.values():
+        assert trained(gpu, attn, captures_of(name), dim=192, **call) == WIDE
+    # Deterministic ones are the same.
+    assert trained(gpu, attn, captures_of(name), dim=192, deterministic=True) == WIDE
 
 
 def test_explain_says_what_a_bundle_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,12 +23,13 @@ from scoremod import Variant, backward_hopper, explain, parse, variants
 from scoremod.backends.compile_hopper import spills_in_loops
 from scoremod.backends.compile_hopper_backward import complaint, constants, launched
 from scoremod.backends.compile_triton import Kernel, Report, softmax_loops
-from scoremod.backward_hopper import Kernels, Scratch
+from scoremod.backward_hopper import Kernels
 from scoremod.backward_triton import call_of
 from scoremod.blocks import Blocks
 from scoremod.cache import Cache
 from scoremod.errors import BackendUnavailable
 from scoremod.gradients import Result, Wanted
+from scoremod.hopper_rows import Scratch, compile_small
 from scoremod.inputs import Inputs, check_inputs
 from scoremod.plan import Typed, assumed_params, typed
 from scoremod.plan_hopper_backward import (
@@ -39,6 +40,7 @@ from scoremod.plan_hopper_backward import (
     SPILLS,
     WARP_REGISTERS,
     HopperBackwardPlan,
+    rows_plan,
     slots_of,
 )
 from scoremod.plan_triton import Options
@@ -109,12 +111,17 @@ TAKEN: dict[str, dict[str, Any]] = {
     "documents": {"variant": variants.document},
     "two ranges": {"variant": parse("variant v() { mask i < 4 or j == i }")},
     "blocks of whole tiles": {"tiles": Blocks(torch.ones(1, 1, 1, 1).bool(), 128, 256)},
+    "wide heads": {"q": empty(2, 4, 128, 192)},
+    "the same bits of very many tiles of wide heads": {
+        "q": empty(1, 2, 2**20, 192),
+        "variant": parse("variant v(t: i32[H]) { mask j <= i + t[h] }"),
+        "deterministic": True,
+    },
     "the same bits": {"deterministic": True, "variant": variants.document},
 }
 NOT_TAKEN: dict[str, tuple[dict[str, Any], str]] = {
     "float32": ({"q": empty(2, 4, 128, 64, dtype=torch.float32)}, "16-bit floats, not of f32"),
     "odd head dims": ({"q": empty(2, 4, 128, 100)}, "head dims 100 and 100 are not multiples"),
-    "large head dims": ({"q": empty(2, 4, 128, 192)}, "192 and 192 take more registers than"),
     "the same bits of very many tiles": (
         {
             "q": empty(1, 2, 2**20, 64),
@@ -261,7 +268,13 @@ def test_explain_says_what_computes_gradients() -> None:
     assert "  backward dq, dk and dv in one kernel: 64 queries by 128 keys, scores early" in said
     assert "  backward portable with learned captures: the gradient of `slopes` is summed" in said
     said = variants.causal.explain(head_dim=256)
-    assert "  backward portable: dk and dv of head dims 256 and 256 take more registers" in said
+    assert "  backward dk and dv: 64 queries by 64 keys" in said
+    assert "  backward dq: 128 queries by 64 keys" in said
+    assert "  dq       the same bits in each run: each program sums that of its own queries" in said
+    said = variants.forget_gate.explain(head_dim=192)
+    assert (
+        "  backward portable with learned captures: the gradient of `log_decay` is summed" in said
+    )
     assert "backward" not in variants.causal.explain(head_dim=128, target="cuda:80")
 
 
@@ -577,10 +590,10 @@ def check(
 
 def compiled_small() -> list[Kernel]:
     """The kernels before and after, for head dim 72 and half tiles."""
-    first = backward_hopper.rows_plan(options(72, 64), H200, 128, has_grad_lse=True, ordered=True)
+    first = rows_plan(options(72, 64), H200, 128, has_grad_lse=True, ordered=True)
     ranks = backward_hopper.ranks_plan(options(72, 64), H200)
     last = backward_hopper.finish_plan(options(72, 64), H200, 128, 128)
-    return [backward_hopper.compile_small(plan) for plan in (first, ranks, last)]
+    return [compile_small(plan) for plan in (first, ranks, last)]
 
 
 def test_the_kernels_before_and_after_compile(apart: Callable[..., Any]) -> None:

@@ -11,10 +11,18 @@ import pytest
 import torch
 from attention_cases import NOOP, on
 
-from scoremod import attend_triton, backward_hopper, backward_triton, parse, ready, variants
-from scoremod.backward_hopper import Scratch
+from scoremod import (
+    attend_triton,
+    backward_hopper,
+    backward_triton,
+    hopper_rows,
+    parse,
+    ready,
+    variants,
+)
 from scoremod.backward_triton import Call, call_of
 from scoremod.gradients import Gradients, Result, Wanted
+from scoremod.hopper_rows import Scratch
 from scoremod.inputs import check_inputs
 from scoremod.plan import typed
 from scoremod.ready import Interpreted
@@ -85,8 +93,8 @@ def looked_at(call: Call, block_m: int, slots: int) -> Scratch:
     scratch = backward_hopper.scratch_of(call, block_m, slots)
     for x in (scratch.rows, scratch.sums, scratch.counters, *scratch.turns):
         x.fill_(7)
-    kernel = backward_hopper.rows_kernel(call, block_m)
-    backward_hopper.look_at_rows(call, kernel, call.grad_out, block_m, scratch)
+    kernel = hopper_rows.rows_kernel(call, block_m, ordered=call.inputs.must_repeat)
+    hopper_rows.look_at_rows(call, kernel, call.grad_out, block_m, scratch)
     return scratch
 
 

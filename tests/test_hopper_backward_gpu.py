@@ -184,6 +184,51 @@ CASES: dict[str, Case] = {
     ),
 }
 
+# Head dims above 128, which have kernels of their own.
+WIDE: dict[str, Case] = {
+    "whole tiles": Case(NOOP, 256, 256, 256),
+    "ragged, grouped heads, fp16": Case(NOOP, 200, 333, 256, kv_heads=2, dtype=f16),
+    "causal, padded, one kv head": Case(variants.causal, 457, 457, 192, kv_heads=1),
+    "causal, transposed, fp16": Case(variants.causal, 457, 457, 256, transposed=True, dtype=f16),
+    "two head dims": Case(NOOP, 300, 300, 192, 128),
+    "two head dims, the wider behind": Case(variants.causal, 300, 300, 72, 256),
+    "the narrowest": Case(variants.causal, 190, 70, 136),
+    "a window and an offset": Case(
+        variants.sliding_window, 600, 620, 256, kv_heads=2, call={"window": 100, "q_offset": 20}
+    ),
+    "soft-cap": Case(SOFTCAP, 333, 333, 256, kv_heads=2),
+    "offsets per sequence": Case(ALIBI, 300, 400, 256, kv_heads=2, tables=offsets),
+    "rows and keys without pairs": Case(GAPS, 300, 300, 256),
+    "ranges by head": Case(HEADS, 500, 500, 192, kv_heads=2, tables=widths),
+    "k and v for all sequences": Case(variants.causal, 300, 300, 256, kv_heads=2, kv_batch=1),
+    "few queries": Case(NOOP, 17, 1000, 256),
+    "one key": Case(NOOP, 100, 1, 256),
+    "a score that is nan where no pair attends": Case(LOGS, 300, 300, 256),
+    "a slope that is infinite at 0": Case(ROOTS, 300, 300, 256),
+    "documents": Case(DOCUMENTS, 1000, 1000, 256, tables=documents(300, 5, 395, 300)),
+    "documents by sequence, one kv head, fp16": Case(
+        DOCUMENTS, 900, 900, 192, kv_heads=1, dtype=f16, tables=documents(600, 40, 260, batch=2)
+    ),
+    "capped documents, ragged": Case(
+        CAPPED_DOCUMENTS, 457, 457, 256, kv_heads=2, tables=documents(200, 257)
+    ),
+    "documents and an offset": Case(
+        DOCUMENTS, 300, 400, 256, call={"q_offset": 90}, tables=documents(150, 250)
+    ),
+    "scattered tiles": Case(SCATTERED, 2500, 2500, 256, kv_heads=2),
+    "every seventh key": Case(DILATED, 400, 400, 256),
+    "several ranges": Case(TWO_RANGES, 600, 600, 256, kv_heads=2),
+    "blocks": Case(NOOP, 700, 500, 256, kv_heads=2, call={"blocks": (6, 4, 4)}),
+    "blocks, causal": Case(variants.causal, 700, 700, 192, call={"blocks": (6, 6)}),
+    "keys that end": Case(NOOP, 300, 400, 256, kv_heads=2, call={"ends": (70, 301)}),
+    "keys that end, causal": Case(variants.causal, 300, 300, 192, call={"ends": (1, 200)}),
+    "keys that end, capped, fp16": Case(SOFTCAP, 300, 300, 256, dtype=f16, call={"ends": (300, 9)}),
+    "documents whose keys end": Case(
+        DOCUMENTS, 600, 600, 256, kv_heads=2, tables=documents(250, 350), call={"ends": (555, 0)}
+    ),
+}
+CASES |= {f"wide: {name}": case for name, case in WIDE.items()}
+
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,8 +364,9 @@ def test_the_same_bits_where_heads_take_the_sums_of_others(name: str, six_slots:
     assert set(six_slots) == {20}
 
 
-def test_rows_and_keys_without_pairs_have_gradients_of_exactly_zero() -> None:
-    q, k, v, do, dlse = Case(GAPS, 300, 300, 128).tensors()
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_rows_and_keys_without_pairs_have_gradients_of_exactly_zero(head_dim: int) -> None:
+    q, k, v, do, dlse = Case(GAPS, 300, 300, head_dim).tensors()
     dq, dk, dv = gradients(
         lambda *x, **more: GAPS(*x, backend="hopper", **more), (q, k, v), (do, dlse)
     )
@@ -335,6 +381,7 @@ LEARNED: dict[str, Case] = {
     "keys, narrow": Case(KEY_BIAS, 300, 333, 64),
     "keys that end": Case(KEY_BIAS, 300, 400, 128, call={"ends": (301, 70)}),
     "queries, narrow": Case(QUERY_BIAS, 300, 333, 64),
+    "queries, wide": Case(QUERY_BIAS, 300, 333, 256),
 }
 
 
@@ -384,6 +431,8 @@ def test_learned_captures_may_take_the_portable_backward(
 
 # More programs than multiprocessors: those of a head wait for one another.
 REPEATED = {
+    "wide": Case(variants.causal, 2500, 2500, 256, kv_heads=2),
+    "wide, documents": Case(DOCUMENTS, 2000, 2000, 192, tables=documents(1100, 5, 695, 200)),
     "every pair": Case(NOOP, 2400, 2500, 128, kv_heads=2),
     "every pair, narrow": Case(NOOP, 2560, 2300, 64),
     "causal": Case(variants.causal, 2500, 2500, 128),

@@ -18,7 +18,8 @@ LAYERS = """
     plan_triton
     plan_structure
     plan_triton_backward plan_hopper
-    plan_hopper_backward emit backends
+    plan_hopper_backward emit
+    plan_hopper_wide backends
     render
     cache bundle launch
     binding blocks
@@ -28,6 +29,8 @@ LAYERS = """
     tiles
     attend_cpu attend_triton attend_hopper
     backward_cpu backward_triton
+    hopper_rows
+    backward_hopper_wide
     backward_hopper
     warm sources attention reference
     autograd

@@ -31,6 +31,7 @@ from scoremod.plan import (
 )
 from scoremod.plan_hopper import HopperPlan
 from scoremod.plan_hopper_backward import HopperBackwardPlan, SmallPlan
+from scoremod.plan_hopper_wide import WidePlan
 from scoremod.plan_structure import StructurePlan, structure_plan
 from scoremod.plan_triton import Options, TritonPlan, triton_plan
 from scoremod.plan_triton_backward import BackwardPlan, DeltaPlan, PlacesPlan
@@ -65,7 +66,9 @@ def test_a_template_only_writes_a_plan_down(template: Path) -> None:
     text = template.read_text()
     for statement in re.findall(r"^\s*#%\s*(.*)$", text, re.MULTILINE):
         assert re.fullmatch(
-            r"for \w+ in [a-z]\w*(\.\w+)+|if [a-z]\w*(\.\w+)*|else|endif|endfor", statement
+            r"for \w+ in [a-z]\w*(\.\w+)+|if [a-z]\w*(\.\w+)*|else|endif|endfor"
+            r'|include "\w+\.py\.jinja"',
+            statement,
         ), statement
     for value in re.findall(r"\{\{\s*(.*?)\s*\}\}", text):
         assert re.fullmatch(r"\w+(\.\w+)*", value), value
@@ -76,9 +79,12 @@ PLANS: dict[str, type[Any]] = {
     "cpu/attention_fwd.py": CpuPlan,
     "hopper/attention_bwd.py": HopperBackwardPlan,
     "hopper/attention_bwd_finish.py": SmallPlan,
+    "hopper/attention_bwd_keys.py": WidePlan,
+    "hopper/attention_bwd_queries.py": WidePlan,
     "hopper/attention_bwd_ranks.py": SmallPlan,
     "hopper/attention_bwd_rows.py": SmallPlan,
     "hopper/attention_fwd.py": HopperPlan,
+    "hopper/steps_by_keys.py": HopperBackwardPlan,
     "triton/attention_fwd.py": TritonPlan,
     "triton/attention_bwd_delta.py": DeltaPlan,
     "triton/attention_bwd_diagonals.py": BackwardPlan,
@@ -98,7 +104,10 @@ def test_every_template_has_a_plan_and_every_plan_a_template() -> None:
 def test_a_template_names_fields_of_its_plan(template: Path) -> None:
     made = PLANS[name(template)]
     known = {f.name for f in fields(made)} | set(dir(made))
-    assert set(re.findall(r"\bplan\.(\w+)", template.read_text())) <= known
+    text = template.read_text()
+    for included in re.findall(r'#% include "(.*)"', text):
+        text += (template.parent / included).read_text()
+    assert set(re.findall(r"\bplan\.(\w+)", text)) <= known
 
 
 @pytest.mark.parametrize("folder", sorted({t.parent for t in TEMPLATES}), ids=lambda f: f.name)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from scoremod import Variant, attend_triton, backward_hopper, library, parse, variants
+from scoremod import Variant, attend_triton, backward_hopper, hopper_rows, library, parse, variants
 from scoremod.backends.triton import TRITON
 from scoremod.backward_triton import backward, call_of, row_values
 from scoremod.gradients import Answer, Result, Wanted
@@ -176,9 +176,9 @@ def test_both_backwards_restore_o(v_head_dim: int) -> None:
     torch.testing.assert_close(row_values(call)[..., 1].double(), exact, rtol=1e-5, atol=1e-4)
     assert (exact - (out.double() * do.double()).sum(3)).abs().max() > 1e-3
     if v_head_dim % 8 == 0:
-        kernel = backward_hopper.rows_kernel(call, 64)
+        kernel = hopper_rows.rows_kernel(call, 64)
         scratch = backward_hopper.scratch_of(call, 64, 6)
-        backward_hopper.look_at_rows(call, kernel, do, 64, scratch)
+        hopper_rows.look_at_rows(call, kernel, do, 64, scratch)
         found = scratch.rows.view(2, 3, -1, 2, 64)[..., 1, :].flatten(2).sort().values
         padded = torch.cat([exact, torch.zeros(2, 3, 58)], 2).sort().values
         torch.testing.assert_close(found.double(), padded, rtol=1e-5, atol=1e-4)

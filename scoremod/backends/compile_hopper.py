@@ -95,20 +95,30 @@ def tensors_as_passed(ranks: Mapping[str, int]) -> list[Argument]:
 
 
 def _source(function: Any, plan: HopperPlan) -> Any:
-    """What Gluon compiles: the function and the types of its arguments."""
+    return source_of(function, ENTRY, plan.tensor_maps, {}, plan.arguments)
+
+
+def source_of(
+    function: Any,
+    entry: str,
+    maps: tuple[PlannedMap, ...],
+    others: Mapping[str, str],
+    arguments: tuple[Argument, ...],
+) -> Any:
+    """What Gluon compiles: a function and the types of its arguments, `others` after the maps."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    types = {m.name: _descriptor_type(m) for m in plan.tensor_maps}
-    types |= {a.name: a.type for a in plan.arguments}
+    types = {m.name: descriptor_type(m) for m in maps} | dict(others)
+    types |= {a.name: a.type for a in arguments}
     if list(types) != list(function.arg_names):
         raise BackendUnavailable(
-            f"the plan and the text of `{ENTRY}` differ in their arguments",
+            f"the plan and the text of `{entry}` differ in their arguments",
             hint="this is a defect of scoremod, not of the variant",
         )
     return GluonASTSource(function, types)
 
 
-def _descriptor_type(tensor: PlannedMap) -> str:
+def descriptor_type(tensor: PlannedMap) -> str:
     """Triton's type of a tensor map with the layout of its tiles in shared memory."""
     from triton.experimental.gluon import language as gl
 

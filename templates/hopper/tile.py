@@ -433,6 +433,15 @@ def in_thread_order(x):
     return x.reshape([2 * CHUNKS, 256])
 
 
+@gluon.jit
+def from_thread_order(x):
+    """What `in_thread_order` made, as a product again."""
+    CHUNKS: gl.constexpr = x.shape[0] // 2
+    # chunk, warp, row, pair, half, column -> warp, half, row, chunk, pair, column
+    x = gl.permute(x.reshape([CHUNKS, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
+    return x.reshape([64, 8 * CHUNKS])
+
+
 # Where heads take the sums of others, two are at work at a time. The last ones are together, or
 # their longest tiles would run on alone.
 

@@ -1,0 +1,213 @@
+"""Run the Hopper backward of head dims above 128: one kernel of dk and dv, one of dq.
+
+Each program owns what it sums, so that nothing is added up in memory, and gradients are the same
+bits in each run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .attend_hopper import described
+from .attend_triton import in_float32, stored_structure
+from .backends.compile_hopper import Refused
+from .backends.compile_hopper_wide import compile_plan
+from .backends.compile_triton import Kernel
+from .backends.hopper import HOPPER
+from .backward_triton import Call, over_batch
+from .bundle import loaded
+from .cache import CACHE, fingerprint, key
+from .errors import BackendUnavailable, KernelMissing
+from .gradients import Wanted
+from .hopper_rows import (
+    Scratch,
+    as_copyable,
+    indifferent,
+    kv_heads_of,
+    look_at_rows,
+    not_interpreted,
+    q_tiles_of,
+    rows_kernel,
+    small_source,
+)
+from .inputs import empty_like_q, shared_values
+from .plan import Typed
+from .plan_hopper_backward import counts_of, rows_plan, width_of
+from .plan_hopper_wide import KERNELS, KEYS, QUERIES, ROWS, WIDTH, WidePlan, wide_plan
+from .plan_triton import Options
+from .ready import Ready, ready
+from .render import render
+from .target import Target
+
+Tensor = torch.Tensor
+
+
+def is_wide(chosen: Options) -> bool:
+    """Whether these kernels serve such head dims."""
+    return width_of(chosen) == WIDTH
+
+
+# -- the kernels -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WideKernels:
+    """What the backward of a call launches."""
+
+    rows: Ready
+    keys: Ready
+    queries: Ready
+
+
+def kernels(call: Call) -> WideKernels:
+    """What a call launches, compiled if it has to be."""
+    keys, queries = (main(call, kernel) for kernel in KERNELS)
+    return WideKernels(rows_kernel(call, ROWS), keys, queries)
+
+
+def of_options(kernel: str, program: Typed, chosen: Options) -> Options:
+    """What a kernel is specialised for; the order of additions is always the same."""
+    solved = program.one_query_range if kernel == KEYS else program.one_range
+    chosen = replace(chosen, deterministic=False, sums_keys=False)
+    return indifferent(program, chosen, stored=chosen.blocks or not solved)
+
+
+def main(call: Call, kernel: str) -> Ready:
+    """The kernel of dk and dv, or that of dq."""
+    program, chosen = call.program, of_options(kernel, call.program, call.options)
+
+    def build(target: Target) -> Kernel:
+        return compile_unless_refused(kernel, program, chosen, target)
+
+    what = wide_key(kernel, program, chosen)
+    return ready(what, call.device, build, not_interpreted, program.bundle)
+
+
+def wide_key(kernel: str, program: Typed, chosen: Options) -> tuple[object, ...]:
+    """What decides a kernel."""
+    return (kernel, program.canonical, chosen)
+
+
+def found(kernel: str, program: Typed, chosen: Options, target: Target) -> Kernel | None:
+    """A kernel, if it was compiled before; a bundle has it, or says why not."""
+    what = wide_key(kernel, program, chosen)
+    if program.bundle:
+        return loaded(program.bundle).kernel(what, target)
+    return CACHE.find(key(fingerprint(), what, target))
+
+
+def known_refusal(program: Typed, chosen: Options, target: Target) -> str:
+    """Why there is no kernel, without compiling: "" where there is, or nothing was tried so far."""
+    for kernel in KERNELS:
+        mine = of_options(kernel, program, chosen)
+        if program.bundle:
+            try:
+                found(kernel, program, mine, target)
+            except (BackendUnavailable, KernelMissing) as error:
+                return error.message.partition("\n")[0]
+        elif note := CACHE.note(_refusal_key(kernel, program, mine, target)):
+            return str(note.get("reason")).partition("\n")[0]
+    return ""
+
+
+def _refusal_key(kernel: str, program: Typed, chosen: Options, target: Target) -> str:
+    return key("refused", fingerprint(), wide_key(kernel, program, chosen), target)
+
+
+def compile_unless_refused(kernel: str, program: Typed, chosen: Options, target: Target) -> Kernel:
+    """A kernel; a refusal is kept beside the kernels."""
+    note = _refusal_key(kernel, program, chosen, target)
+    if (refused := CACHE.note(note)) is not None:
+        raise Refused(str(refused.get("reason")), hint="the portable backward runs it")
+    try:
+        return compile_wide(kernel, program, chosen, target)
+    except Refused as error:
+        with contextlib.suppress(OSError):
+            CACHE.put_note(note, {"reason": error.message})
+        raise
+
+
+def compile_wide(kernel: str, program: Typed, chosen: Options, target: Target) -> Kernel:
+    """Compile a kernel, if the assembler takes it as it was meant."""
+    plan = wide_plan(kernel, program, chosen, target)
+    made, complaint = compile_plan(plan, source(plan))
+    if complaint:
+        raise Refused(
+            f"`{kernel}` of `{program.name}` does not suit {target}: {complaint}",
+            hint="the portable backward runs it",
+        )
+    return replace(made, notes=(f"{plan}: taken",))
+
+
+def source(plan: WidePlan) -> str:
+    """A kernel's text."""
+    return render(f"{plan.kernel}.py", plan, HOPPER)
+
+
+def sources(program: Typed, chosen: Options, target: Target) -> list[str]:
+    """The texts of the three kernels, in their order."""
+    made = (wide_plan(k, program, of_options(k, program, chosen), target) for k in KERNELS)
+    first = rows_plan(chosen, target, ROWS, has_grad_lse=False)
+    return [small_source(first), *map(source, made)]
+
+
+# -- the call ----------------------------------------------------------------------------------
+
+
+def tensor_gradients(
+    call: Call, made: WideKernels, wanted: Wanted
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dq, dk and dv, those that are wanted."""
+    q, k, v = call.inputs.q, call.inputs.k, call.inputs.v
+    batch, q_heads, q_len, _ = q.shape
+    do, dq, dk, dv = as_copyable(call.grad_out), None, None, None
+    scratch = scratch_of(call)
+    look_at_rows(call, made.rows, do, ROWS, scratch)
+    if wanted.k or wanted.v:
+        dk, dv = (empty_like_q(x.expand(batch, -1, -1, -1), x.shape[3]) for x in (k, v))
+        programs = -(-k.shape[2] // made.keys.block_n) * batch * k.shape[1]
+        made.keys.run(programs, arguments(call, KEYS, made.keys, (do, scratch.rows), (dk, dv)))
+        dk, dv = over_batch(dk, k), over_batch(dv, v)
+    if wanted.q:
+        dq = empty_like_q(q, q.shape[3])
+        programs = -(-q_len // made.queries.block_m) * batch * q_heads
+        made.queries.run(
+            programs, arguments(call, QUERIES, made.queries, (do, scratch.rows), (dq,))
+        )
+    return dq, dk, dv
+
+
+def scratch_of(call: Call) -> Scratch:
+    """Row values alone: nothing is added up in memory."""
+    tiles, device = q_tiles_of(call, ROWS), call.device
+    rows = torch.empty(tiles * 2 * ROWS, dtype=torch.float32, device=device)
+    counters = torch.empty(counts_of(kv_heads_of(call)), dtype=torch.int32, device=device)
+    return Scratch(rows, rows.new_empty(0, 256), 0, counters, ())
+
+
+def arguments(
+    call: Call,
+    kernel: str,
+    ready: Ready,
+    came: tuple[Tensor, Tensor],
+    made: tuple[Tensor, ...],
+) -> list[Any]:
+    """The run-time arguments of a kernel, in its order; do and row values came."""
+    inputs, (do, rows) = call.inputs, came
+    values: list[Any] = []
+    for x in (inputs.q.detach(), inputs.k.detach(), inputs.v.detach(), do, *made):
+        values += described(x)
+    values += described(rows) if kernel == KEYS else [rows]
+    values.append(in_float32(inputs.scale))
+    values += shared_values(inputs.q_offset, inputs.kv_lens, call.bound)
+    chosen = of_options(kernel, call.program, call.options)
+    if chosen.stored:
+        blocks, transposed = (ready.block_m, ready.block_n), kernel == KEYS
+        values += stored_structure(
+            call.program, chosen, inputs, call.bound, blocks, transposed=transposed
+        ).arguments
+    return values

@@ -1,0 +1,253 @@
+"""The decisions of the Hopper backward of head dims above 128: two kernels in place of one.
+
+Of 64 keys, dk and dv take all registers that two consumers have, so that dq has a kernel of its
+own, which computes scores and dp again: 7 products a tile in place of 5, and nothing is added up
+in memory.
+
+    keys     a program owns 64 keys: one consumer computes p and sums dv, the other sums dk
+    queries  a program owns 128 queries: each consumer sums dq of 64
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .analysis.ranges import solve
+from .ir.expr import ONE
+from .passes.derivative import d_ds
+from .plan import DeviceFunction, Param, Typed, with_kernel_names
+from .plan_hopper import LineTerm, TensorMap, read_ahead
+from .plan_hopper_backward import (
+    CONSUMER_REGISTERS,
+    WARP_REGISTERS,
+    GradientReader,
+    width_of,
+)
+from .plan_triton import (
+    ELEMENT_BYTES,
+    HEADS_TOGETHER_STORED,
+    POINTER_TYPE,
+    TITLES,
+    Argument,
+    Options,
+    kv_range,
+    shared_arguments,
+    structure_places,
+)
+from .plan_triton_backward import Slope, is_tame, query_range, score_function
+from .target import Target
+
+KEYS, QUERIES = "attention_bwd_keys", "attention_bwd_queries"
+KERNELS = (KEYS, QUERIES)
+WIDTH = 256  # the padded head dim
+CONSUMERS = 2
+ROWS = 64  # keys or queries whose gradients a consumer has registers for, and columns of a step
+# Heads whose programs take turns: what they read stays in L2. Of 4, 2x8x8192x256 takes 3 % longer.
+HEADS_TOGETHER = 2
+# Stages of q and of do in the kernel of the keys, of k and of v in that of the queries: as many as
+# shared memory has room for.
+STAGES = {KEYS: (3, 2), QUERIES: (2, 1)}
+
+
+@dataclass(frozen=True)
+class WideSegment:
+    """A loop over tiles of one kind."""
+
+    title: str
+    # As the kernel says it:
+    start: str
+    end: str
+    tile: str  # the number of the t-th tile
+    masked: bool
+
+
+_Q_SEGMENTS = (
+    WideSegment(
+        title=TITLES["partial"],
+        start="0",
+        end="partial_count",
+        tile="partial_tile(t, first, full_first, full_end)",
+        masked=True,
+    ),
+    WideSegment(
+        title=TITLES["full"],
+        start="partial_count",
+        end="count",
+        tile="(full_first + (t - partial_count))",
+        masked=False,
+    ),
+)
+_KV_SEGMENTS = (
+    replace(
+        _Q_SEGMENTS[0], tile="last_partial_tile(t, partial_count, first, full_first, full_end)"
+    ),
+    _Q_SEGMENTS[1],
+)
+# Of tiles that a structure names the one that fetches says the number.
+_SAID = {
+    KEYS: "read_number(said.index(step % SAID))",
+    QUERIES: "read_number(said.index(t % STAGES))",
+}
+
+
+@dataclass(frozen=True)
+class WidePlan(GradientReader):
+    """One of the two kernels."""
+
+    kernel: str  # its name, and that of its template
+    title: str
+    comments: tuple[str, ...]
+    target: Target
+    options: Options
+    functions: tuple[DeviceFunction, ...]
+    score: DeviceFunction | None  # None where it is s
+    results: str  # the names that the score's function gives
+    score_without_s: bool  # its value may be no tile
+    slope: Slope | None  # of the score by s, unless it is 1
+    mask: DeviceFunction | None
+    # The first and last query that see a key, or key that a query sees, where that is solved:
+    queries: DeviceFunction | None
+    keys: DeviceFunction | None
+    line_terms: tuple[LineTerm, ...]  # what the mask reads of a query, or of a key, alone
+    params: tuple[Param, ...]
+    arguments: tuple[Argument, ...]  # after the tensors
+    block_d: int
+    block_dv: int
+
+    def __str__(self) -> str:
+        return f"{self.block_m} queries by {self.block_n} keys"
+
+    @property
+    def block_m(self) -> int:
+        """Queries of a step, or of a program."""
+        return ROWS if self.kernel == KEYS else CONSUMERS * ROWS
+
+    @property
+    def block_n(self) -> int:
+        return ROWS
+
+    @property
+    def rows(self) -> int:
+        return ROWS
+
+    @property
+    def stages(self) -> int:
+        return STAGES[self.kernel][0]
+
+    @property
+    def do_stages(self) -> int:
+        return STAGES[self.kernel][1]
+
+    @property
+    def v_stages(self) -> int:
+        return STAGES[self.kernel][1]
+
+    @property
+    def held(self) -> int:
+        """Columns of v that the kernel of the keys keeps in registers."""
+        return self.block_dv // 2
+
+    @property
+    def kv_barriers(self) -> int:
+        """Of k and of both halves of v, and of what has to be cut before it may be seen."""
+        return 6 if self.options.has_kv_lens else 3
+
+    @property
+    def q_segments(self) -> tuple[WideSegment, ...]:
+        return self._segments(_Q_SEGMENTS)
+
+    @property
+    def kv_segments(self) -> tuple[WideSegment, ...]:
+        return self._segments(_KV_SEGMENTS)
+
+    def _segments(self, solved: tuple[WideSegment, ...]) -> tuple[WideSegment, ...]:
+        if self.stored:
+            return tuple(replace(segment, tile=_SAID[self.kernel]) for segment in solved)
+        return solved
+
+    @property
+    def heads_together(self) -> int:
+        return HEADS_TOGETHER_STORED if self.stored else HEADS_TOGETHER
+
+    @property
+    def consumers(self) -> range:
+        return range(CONSUMERS)
+
+    @property
+    def worker_warps(self) -> list[int]:
+        """Of the second consumer, and of what fetches."""
+        return [4, 1]
+
+    @property
+    def worker_registers(self) -> list[int]:
+        """Of their threads."""
+        return [CONSUMER_REGISTERS, WARP_REGISTERS]
+
+    @property
+    def tensor_maps(self) -> tuple[TensorMap, ...]:
+        element = POINTER_TYPE[self.options.dtype].removeprefix("*")
+        made = ("dk", "dv") if self.kernel == KEYS else ("dq",)
+        widths = {"v": self.held} if self.kernel == KEYS else {}
+        return tuple(
+            TensorMap(name, element, ROWS, widths.get(name, self.block_d))
+            for name in ("q", "k", "v", "do", *made)
+        )
+
+    @property
+    def row_map(self) -> bool:
+        """Whether row values are copied by TMA, too."""
+        return self.kernel == KEYS
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that the tiles take."""
+        tile = ROWS * self.block_d * ELEMENT_BYTES[self.options.dtype]
+        tiles = sum(STAGES[self.kernel]) + (2 if self.kernel == KEYS else 2 * CONSUMERS)
+        return tile * tiles + (4 * self.stages * 2 * ROWS if self.row_map else 0)
+
+
+def wide_plan(kernel: str, program: Typed, options: Options, target: Target) -> WidePlan:
+    """Decide one of the two kernels."""
+    program = with_kernel_names(program, "triton", "hopper")
+    by_s = d_ds(program.given_score)
+    score, results = score_function(program, by_s, ())
+    mask, queries, keys = program.mask_function, None, None
+    if mask is not None and not options.stored:
+        if kernel == KEYS:
+            (piece,) = solve(program.given_mask, "i")
+            queries = query_range(piece, f"{program.name}_queries_0", program.params)
+        else:
+            (piece,) = solve(program.given_mask, "j")
+            keys = kv_range(piece, f"{program.name}_keys_0", program.params)
+    terms: tuple[LineTerm, ...] = ()
+    if mask is not None:
+        mask, terms = read_ahead(program, mask)
+    functions = (score, mask, queries, keys, *(term.function for term in terms))
+    return WidePlan(
+        kernel=kernel,
+        title=f"{TITLE_OF[kernel]} of `{program.name}`: Gluon, {target}",
+        comments=program.text,
+        target=target,
+        options=options,
+        functions=tuple(f for f in functions if f is not None),
+        score=score,
+        results=results,
+        score_without_s=score is not None and "s" not in score.body[0].names,
+        slope=None if by_s == ONE else Slope(is_tame(by_s)),
+        mask=mask,
+        queries=queries,
+        keys=keys,
+        line_terms=terms,
+        params=program.params,
+        arguments=(
+            *([] if kernel == KEYS else [Argument("row_values", "*fp32")]),
+            Argument("sm_scale", "*fp32" if options.scale_in_memory else "fp32"),
+            *shared_arguments(program.params, options),
+            *(structure_places() if options.stored else ()),
+        ),
+        block_d=width_of(options),
+        block_dv=width_of(options),
+    )
+
+
+TITLE_OF = {KEYS: "Gradients of k and v", QUERIES: "Gradient of q"}
