@@ -64,7 +64,7 @@ docs: $(READY)
 
 # Kernels of each kind under the newest release of Triton, in a folder of its own.
 compile-newest: $(READY)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade \
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --no-deps --upgrade \
 		--target build/triton triton
 	PYTHONPATH=build/triton $(BIN)/pytest -q -n 2 tests/test_compile.py tests/test_hopper.py \
 		tests/test_hopper_backward.py -k "(six and 128) or \
@@ -88,6 +88,6 @@ $(READY): pyproject.toml constraints.txt
 		$(PYTHON) -m venv $(VENV); \
 		cp constraints.txt $(VENV)/constraints.txt; \
 	fi
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check \
 		-c $(VENV)/constraints.txt -e '.[test,examples]'
 	@touch $@

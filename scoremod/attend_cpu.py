@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any, ParamSpec, TypeVar
 
@@ -36,10 +37,22 @@ def without_autocast(run: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(run)
     def plain(*args: P.args, **keywords: P.kwargs) -> R:
-        with torch.autocast("cpu", enabled=False), torch.no_grad():
+        with torch.autocast("cpu", enabled=False), torch.no_grad(), products_in_float32():
             return run(*args, **keywords)
 
     return plain
+
+
+@contextlib.contextmanager
+def products_in_float32() -> Iterator[None]:
+    """Keep oneDNN from bf16, which `set_float32_matmul_precision` allows on CPUs that have it."""
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 @without_autocast

@@ -50,7 +50,7 @@ def options(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Options
         head_dim=q.shape[3],
         v_head_dim=v.shape[3],
         precision=precision,
-        small=_is_small(inputs, bound),
+        small=is_small(inputs, bound),
         wide_offsets=any(reach(x) > INT32_MAX for x in tensors),
         aligned=all(is_aligned(x, ELEMENT_BYTES[dtype]) for x in (q, k, v))
         and v.shape[3] * ELEMENT_BYTES[dtype] % 16 == 0,  # the output's rows too
@@ -68,7 +68,7 @@ def options(program: Typed, inputs: Inputs, bound: tuple[Bound, ...]) -> Options
     )
 
 
-def _is_small(inputs: Inputs, bound: tuple[Bound, ...]) -> bool:
+def is_small(inputs: Inputs, bound: tuple[Bound, ...]) -> bool:
     """Whether lengths, offset and int scalars are below SMALL, as far as the host knows."""
     if isinstance(inputs.q_offset, torch.Tensor):
         return False

@@ -25,9 +25,11 @@ from .backends.hopper import HOPPER
 from .backward_hopper_wide import WideKernels, is_wide
 from .backward_triton import (
     Call,
+    Kind,
     Line,
     call_of,
     collected,
+    keep_kind,
     nothing,
     over_batch,
     row_values,
@@ -97,10 +99,7 @@ def backward(
 ) -> Gradients:
     """The gradients of a call whose forward ran on a Hopper GPU."""
     call = call_of(program, inputs, bound, result, wanted)
-    fits = not (
-        unfit(program, inputs) or unlearned(program, call.reads, wide=is_wide(call.options))
-    )
-    kernels = kernels_of(call) if fits else None
+    kernels = kernels_of(call)
     if kernels is None:
         return backward_triton.backward(program, inputs, bound, result, wanted)
     with on_device(inputs.q), torch.no_grad():
@@ -203,29 +202,26 @@ class Kernels:
     finish: Ready
 
 
-# What calls launch, by what decides it and where it runs; None where the main kernel was refused.
-_KERNELS: dict[tuple[object, ...], Kernels | WideKernels | None] = {}
+# What calls launch, by their kind and whether they repeat; None where the portable kernels run.
+_KERNELS: dict[Kind, Kernels | WideKernels | None] = {}
 
 
 def kernels_of(call: Call) -> Kernels | WideKernels | None:
-    """What a call that fits launches, compiled if it has to be; None if there is no main kernel."""
-    program, given = call.program, call.result.given
-    what = (
-        program.bundle,
-        program.canonical,
-        call.options,
-        call.inputs.must_repeat,
-        sums_keys(call),
-        call.device,
-        *given.values(),
-    )
+    """What a call launches, compiled if it has to be; None if it does not fit or was refused."""
+    what = (*call.kind, call.inputs.must_repeat)
     if what not in _KERNELS:
-        _KERNELS[what] = None if refusal(call) else launched(call)
+        keep_kind(_KERNELS, what, launched(call) if fits(call) and not refusal(call) else None)
     return _KERNELS[what]
 
 
+def fits(call: Call) -> bool:
+    """Whether a kernel of this backward may serve a call, so far as is known without compiling."""
+    wide = is_wide(call.options)
+    return not (unfit(call.program, call.inputs) or unlearned(call.program, call.reads, wide=wide))
+
+
 def launched(call: Call) -> Kernels | WideKernels:
-    """The same of a call that has a main kernel."""
+    """What a call launches that has a main kernel."""
     if is_wide(call.options):
         return backward_hopper_wide.kernels(call)
     return around(call, main(call))

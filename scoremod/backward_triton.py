@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from .attend_triton import (
     SHORT,
     in_float32,
     is_aligned,
+    is_small,
     on_device,
     options,
     reach,
@@ -79,13 +80,62 @@ def call_of(
     """A backward that can be computed; raises where it cannot."""
     grad_out = unit_stride(result.grad_out.detach().to(inputs.q.dtype))
     result = Result(result.out, result.lse, grad_out, result.grad_lse, result.residual)
-    learned = learned_of(program, bound, wanted)
-    reads = _reads_of(program, learned, isinstance(inputs.q_offset, Tensor))
-    chosen = backward_options(program, inputs, bound, result)
-    call = Call(program, inputs, bound, chosen, learned, reads, result)
+    kind = kind_of(program, inputs, bound, result, wanted)
+    chosen = _CHOSEN.get(kind)
+    if chosen is None:
+        learned = learned_of(program, bound, wanted)
+        reads = _reads_of(program, learned, isinstance(inputs.q_offset, Tensor))
+        chosen = (backward_options(program, inputs, bound, result), learned, reads)
+        keep_kind(_CHOSEN, kind, chosen)
+    call = Call(program, inputs, bound, *chosen, result, kind)
     _require_deterministic(call)
     _require_mask(call)
     return call
+
+
+Kind = tuple[object, ...]
+# Options, what learns and its reads of calls, by their kind.
+_CHOSEN: dict[Kind, tuple[Options, tuple[Learned, ...], tuple[Read, ...]]] = {}
+MAX_KINDS = 4096
+T = TypeVar("T")
+
+
+def kind_of(
+    program: Typed, inputs: Inputs, bound: tuple[Bound, ...], result: Result, wanted: Wanted
+) -> Kind:
+    """All that options, what learns and the choice of kernels depend on, but for torch's switches.
+
+    It takes a fraction of the time that they take to find.
+    """
+    q, tiles, scale = inputs.q, inputs.tiles, inputs.scale
+    captured = [x.value for x in bound if isinstance(x.value, Tensor)]
+    tensors = (q, inputs.k, inputs.v, result.out, result.grad_out, *captured)
+    return (
+        program.bundle,
+        program.canonical,
+        wanted,
+        q.dtype,
+        q.device,
+        inputs.precision,
+        inputs.keeps_residual,
+        inputs.kv_lens is None,
+        isinstance(inputs.q_offset, Tensor),
+        is_small(inputs, bound),
+        None if isinstance(scale, Tensor) else scale > 0,
+        (tiles.block_m, tiles.block_n, tiles.allowed.shape) if isinstance(tiles, Blocks) else None,
+        tiles is None,
+        result.grad_lse is None,
+        result.residual is None,
+        *[(x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in tensors],
+        *[x.given.shape for x in bound if isinstance(x.given, Tensor)],
+    )
+
+
+def keep_kind(kept: dict[Kind, T], kind: Kind, found: T) -> None:
+    """Keep what was found of a kind of calls; a sweep of shapes does not pile up."""
+    if len(kept) >= MAX_KINDS:
+        kept.clear()
+    kept[kind] = found
 
 
 @dataclass(frozen=True)
@@ -99,6 +149,7 @@ class Call:
     learned: tuple[Learned, ...]
     reads: tuple[Read, ...]
     result: Result
+    kind: Kind
 
     @property
     def grad_out(self) -> Tensor:

@@ -33,7 +33,7 @@ from .plan_triton_backward import Learned, Rows
 from .target import Target
 
 # Of the manifest and of the order of the kernels' arguments: a change of either is a new format.
-FORMAT = 3
+FORMAT = 4
 SUFFIX = ".smk"
 MANIFEST = "manifest.json"
 _IMAGE = {"cuda": "cubin", "hip": "hsaco"}

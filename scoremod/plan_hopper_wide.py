@@ -44,7 +44,8 @@ CONSUMERS = 2
 ROWS = 64  # keys or queries whose gradients a consumer has registers for, and columns of a step
 # Heads whose programs take turns: what they read stays in L2. Of 4, 2x8x8192x256 takes 3 % longer.
 HEADS_TOGETHER = 2
-# Stages of q and do in the kernel of the keys, of k and v in that of the queries; more do not fit.
+# Stages of q and of do in the kernel of the keys, of k and of v in that of the queries: as many as
+# shared memory has room for.
 STAGES = {KEYS: (3, 2), QUERIES: (2, 1)}
 
 

@@ -18,16 +18,20 @@ SHARED = "# -- shared steps"
 
 def render(template: str, plan: Any, backend: Backend) -> str:
     """The text of `template` for `plan`, with the shared steps that it calls."""
-    environment = _environment(backend, plan)
+    environment = _environment(backend)
     text = environment.get_template(f"{template}.jinja").render(plan=plan)
     return _tidy(_with_shared_steps(text, _steps_of(backend)))
 
 
-def _environment(backend: Backend, plan: Any) -> jinja2.Environment:
-    def spell(value: Any) -> Any:
+@functools.cache
+def _environment(backend: Backend) -> jinja2.Environment:
+    """Where a backend's templates are compiled, each once."""
+
+    @jinja2.pass_context
+    def spell(context: jinja2.runtime.Context, value: Any) -> Any:
         """What a plan field looks like where a template names it."""
         if isinstance(value, DeviceFunction):
-            return backend.define(value, plan)
+            return backend.define(value, context["plan"])
         if isinstance(value, tuple) and all(isinstance(p, Param) for p in value):
             return "".join(f", {name}" for name in backend.names(value))
         return value

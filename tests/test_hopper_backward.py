@@ -281,7 +281,7 @@ def test_explain_says_what_computes_gradients() -> None:
 def test_explain_says_how_many_sums_there_are() -> None:
     said = "  dq       summed in float32 for a few heads at a time"
     assert said in variants.causal.explain(head_dim=128)
-    assert said not in DOCUMENTS.explain(head_dim=128)
+    assert said not in variants.dilated.explain(head_dim=128)
 
 
 def test_explain_says_that_kv_tiles_take_turns() -> None:
@@ -419,7 +419,10 @@ def test_a_structure_is_read_where_queries_are_not_one_range() -> None:
     assert [plans(v)[0].stored for v in (*FIVE.values(), DOCUMENTS)] == [False] * 5 + [True]
     plan = plans(DOCUMENTS, 64)[0]
     names = [a.name for a in launched(plan)]
-    assert names[-4:] == ["tile_runs", "tile_words", "structure_stride_b", "structure_stride_h"]
+    first = names.index("tile_runs")
+    assert names[first : first + 4] == [
+        "tile_runs", "tile_words", "structure_stride_b", "structure_stride_h"
+    ]  # fmt: skip
     # Documents are read once a query and once a key, and compared pair by pair.
     assert [(t.line, t.name) for t in plan.line_terms] == [("row", "row_0"), ("column", "column_0")]
     text = backward_hopper.source(plan)
@@ -444,7 +447,14 @@ def test_kv_tiles_take_turns_where_the_same_bits_are_asked_for() -> None:
     # Ranks are read where a mask decides who visits a tile.
     names = {v: [a.name for a in launched(plan)] for v, plan in made.items()}
     assert names[NOOP][-8:-4] == ["turns", "slots", "counters", "sums"]
-    assert names[variants.causal][-2:] == ["turns", "ranks"]
+    assert names[variants.causal][-9:-4] == ["turns", "ranks", "slots", "counters", "sums"]
+
+
+def test_turns_are_of_a_head_where_heads_share_sums() -> None:
+    """A slot's next head begins with turn 0 again."""
+    text = backward_hopper.source(plans(NOOP, deterministic=True)[0])
+    assert "first_head = kv_head % slots" in text
+    assert "turns_of_head = turns + (b * q.shape[1] + h) * gl.cdiv(q_len, BLOCK_M)" in text
 
 
 # What kv tiles of the same head see: about as many queries each, or not.
@@ -457,7 +467,7 @@ def test_kv_tiles_take_turns_where_the_same_bits_are_asked_for() -> None:
         (NOOP, {"blocks": True}, False),
         (variants.causal, {}, True),
         (variants.causal, {"offset_per_batch": True}, False),
-        (variants.causal, {"deterministic": True}, False),
+        (variants.causal, {"deterministic": True}, True),
         (variants.sliding_window, {}, True),
         (FIVE["softcap"], {}, True),
         (parse("variant all_see_some(n: int) { mask j < n or i >= j }"), {}, False),
@@ -468,7 +478,11 @@ def test_kv_tiles_take_turns_where_the_same_bits_are_asked_for() -> None:
             {},
             True,
         ),
-        (DOCUMENTS, {}, False),
+        (DOCUMENTS, {}, True),
+        (DOCUMENTS, {"blocks": True}, False),
+        (DOCUMENTS, {"has_kv_lens": True}, False),
+        (variants.document, {}, True),
+        (variants.tree, {}, False),
     ],
     ids=lambda x: x.name if isinstance(x, Variant) else str(x),
 )

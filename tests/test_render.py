@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -147,6 +148,7 @@ OPTIONS = [
 ]  # fmt: skip
 
 
+@functools.cache
 def texts(variant: Any) -> list[str]:
     program = variant._program
     known = typed(program, assumed_params(program), ("what the user wrote",))

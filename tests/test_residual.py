@@ -17,6 +17,7 @@ from gradient_cases import leaf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from scoremod import Variant, attend_triton, backward_hopper, hopper_rows, library, parse, variants
 from scoremod.backends.triton import TRITON
@@ -78,11 +79,15 @@ def last_places(o: Tensor) -> Tensor:
 
 
 def check_round_trip(x: Tensor, dtype: torch.dtype, width: int) -> None:
-    """Within an eighth of the last place; where float16 has no more exponents, not much farther."""
+    """Within a seventh of the last place; where float16 has no more exponents, not much farther.
+
+    Rows that lost less than a quarter everywhere may have lost nothing.
+    """
     found, x = round_trip(x, dtype, width).double(), x.reshape(-1, width).double()
     o = x.to(dtype)
     error, before, normal = (found - x).abs(), (o.double() - x).abs(), torch.finfo(dtype).tiny
-    assert (error <= last_places(o) / 8)[o.abs() > normal].all()
+    small = (before <= last_places(o) / 4).all(1, keepdim=True)
+    assert (error <= last_places(o) / torch.where(small, 4, 7))[o.abs() > normal].all()
     if dtype is f16:  # the interpreter converts such numbers of bfloat16 wrongly
         farther = o.double().abs() * 2**-13 + torch.finfo(f32).tiny
         assert (error <= before + farther)[o.abs() <= normal].all()
@@ -105,6 +110,19 @@ def test_awkward_numbers_come_back(dtype: torch.dtype, width: int) -> None:
 @given(st.lists(st.floats(-6e4, 6e4, width=32), min_size=64, max_size=64), st.sampled_from(HALVES))
 def test_numbers_come_back(numbers: list[float], dtype: torch.dtype) -> None:
     check_round_trip(torch.tensor(numbers, dtype=f32), dtype, 64)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", HALVES)
+def test_rows_that_lost_nothing_come_back_exactly(dtype: torch.dtype) -> None:
+    """As queries do that see one key; the second row loses something in one place."""
+    exact = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)).to(dtype).float()
+    # As sums in float32 may be: off by roundings of their own, to both sides.
+    x = exact * (1 + torch.linspace(-3e-7, 3e-7, 64))
+    x[1, 7] *= 1 + 0.3 * torch.finfo(dtype).eps
+    found = round_trip(x, dtype, 64)
+    assert torch.equal(found[0], exact[0])
+    assert (found[1] != exact[1]).all()
 
 
 @interpreted
@@ -149,9 +167,11 @@ def test_both_backwards_restore_o(v_head_dim: int) -> None:
     inputs = check_inputs(
         q, q, torch.empty_like(out), scale=None, q_offset=0, kv_lens=None, precision="auto"
     )
+    words[1, 2, 5] = 0
     result = Result(out, torch.zeros(shape), do, None, words)
     call = call_of(typed(NOOP._program, ()), inputs, (), result, ALL)
-    shifted = out.float().view(torch.int32) + (unpacked(words, v_head_dim).int() << 11) + 1024
+    shifted = out.float().view(torch.int32) + (unpacked(words, v_head_dim).int() << 11) + 1024 - 128
+    shifted[1, 2, 5] = out[1, 2, 5].float().view(torch.int32)
     exact = (shifted.view(f32).double() * do.double()).sum(3)
     torch.testing.assert_close(row_values(call)[..., 1].double(), exact, rtol=1e-5, atol=1e-4)
     assert (exact - (out.double() * do.double()).sum(3)).abs().max() > 1e-3
@@ -221,7 +241,10 @@ FEW_KEYS = {
     "causal, an offset": (parse("variant late(n: int) { mask j <= i + n }"), False),
     "a window": (variants.sliding_window, True),
     "the first keys": (variants.prefix_lm, True),
-    "keys by what they are": (variants.document, True),
+    "documents": (variants.document, False),
+    "documents, causal": (variants.document & variants.causal, False),
+    "documents, a window": (variants.document & variants.sliding_window, True),
+    "keys by what they are": (parse("variant kinds(t: i32[L]) { mask t[i] <= t[j] }"), True),
     "every other query's": (parse("variant half() { mask 2 * j <= i }"), True),
     "an end by head": (parse("variant ends(n: i32[H]) { mask j <= i + n[h] }"), True),
     "some queries": (parse("variant some() { mask j <= i and i % 2 == 0 }"), True),
@@ -304,7 +327,7 @@ def operator_call(qkv: tuple[Tensor, ...]) -> tuple[Any, ...]:
     operator = library._attend
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "_attend", lambda *args: seen.append(args) or operator(*args))
-        with torch.utils.flop_counter.FlopCounterMode(display=False):  # any mode will do
+        with FlopCounterMode(display=False):  # any mode will do
             NEAR(*qkv, backend="triton")
     return seen[0]
 
