@@ -473,14 +473,15 @@ def first_of_last_heads(heads):
 
 
 @gluon.jit
-def places_of_a_record():
-    """Of the 256 values of a record of `in_thread_order`, 32 rows and 8 columns of a product: their
-    places there, their rows and their columns, a warp having neighbours.
+def places_of_records():
+    """Of the 512 values, two records of `in_thread_order`, that are 8 columns of a product [64, .]:
+    their places there, their rows and their columns, a warp having neighbours.
     """
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    place = gl.arange(0, 256, layout=layout)
-    row = place // 128 * 16 + place // 2 % 2 * 8 + place // 16 % 8
-    return place, row, place // 4 % 4 * 2 + place % 2
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, gl.num_warps()], [1, 0])
+    record = gl.arange(0, 2, layout=gl.SliceLayout(1, layout))[:, None]
+    value = gl.arange(0, 256, layout=gl.SliceLayout(0, layout))[None, :]
+    row = record * 32 + value // 128 * 16 + value // 2 % 2 * 8 + value // 16 % 8
+    return record * 256 + value, row, record * 0 + value // 4 % 4 * 2 + value % 2
 
 
 @gluon.jit
