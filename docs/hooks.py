@@ -341,5 +341,6 @@ GENERATED: dict[str, Callable[[], str]] = {
     "hopper": _results("hopper_h200"),
     "hopper_dims": _results("hopper_dims_h200"),
     "hopper_backward": _results("hopper_backward_h200"),
+    "hopper_backward_wide": _results("hopper_backward_wide_h200"),
     "hopper_deterministic": _results("hopper_deterministic_h200"),
 }

@@ -328,7 +328,7 @@ def another_zip() -> bytes:
         (lambda data: data[: len(data) // 2], "is cut short"),
         (lambda data: another_zip(), "is a zip file, but no bundle"),
         (lambda data: data[:99] + b"?" + data[100:], "not as it was written"),
-        (lambda data: with_manifest(data, format=9), "has format 9; this scoremod reads format 3"),
+        (lambda data: with_manifest(data, format=9), "has format 9; this scoremod reads format 4"),
         (lambda data: bundle.pack({"a": b"b"}), "it has no manifest.json"),
     ],
     ids=["empty", "script", "a byte less", "half", "zip", "changed", "format", "no manifest"],
