@@ -449,7 +449,13 @@ def load_text(text: str, folder: Path) -> Any:
 
 @functools.cache
 def mend_interpreter() -> None:
-    """Let Triton's interpreter take a comparison of scalars for a bool, as compiled code does.
+    """Let Triton's interpreter compare scalars as compiled code does, and take less time."""
+    _compare_scalars()
+    _patch_language_once()
+
+
+def _compare_scalars() -> None:
+    """Let a comparison of scalars be a bool.
 
     Triton 3.6 gives it its operands' type, so that a tile filled with it holds numbers: `&`
     refuses them if they are floats, and `~` turns 1 into -2.
@@ -466,6 +472,37 @@ def mend_interpreter() -> None:
         return found
 
     InterpreterBuilder.binary_op = mended
+
+
+def _patch_language_once() -> None:
+    """Put the interpreter's functions in the place of the language's once a launch and module.
+
+    Triton does it in each call of a function by a kernel, which takes a third of the time.
+    """
+    from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterError
+
+    launch, call = GridExecutor.__call__, InterpretedFunction.__call__
+    patched: list[set[int]] = []  # modules by the dictionaries of their names, for each launch
+
+    def noted(self: Any, *args: Any, **keywords: Any) -> None:
+        patched.append({id(self.fn.__globals__)})
+        try:
+            launch(self, *args, **keywords)
+        finally:
+            patched.pop()
+
+    def plain(self: Any, *args: Any, **keywords: Any) -> Any:
+        module = id(self.fn.__globals__)
+        if not patched or module not in patched[-1]:
+            if patched:
+                patched[-1].add(module)
+            return call(self, *args, **keywords)
+        try:
+            return self.rewrite()(*args, **keywords)
+        except Exception as error:
+            raise InterpreterError(repr(error)) from error
+
+    GridExecutor.__call__, InterpretedFunction.__call__ = noted, plain
 
 
 TRITON = Backend("triton", "triton", define, parameter_names, load_text)
