@@ -170,7 +170,7 @@ def test_both_backwards_restore_o(v_head_dim: int) -> None:
     words[1, 2, 5] = 0
     result = Result(out, torch.zeros(shape), do, None, words)
     call = call_of(typed(NOOP._program, ()), inputs, (), result, ALL)
-    shifted = out.float().view(torch.int32) + (unpacked(words, v_head_dim).int() << 11) + 1024 - 128
+    shifted = out.float().view(torch.int32) + (unpacked(words, v_head_dim).int() << 11) + 1024 - 32
     shifted[1, 2, 5] = out[1, 2, 5].float().view(torch.int32)
     exact = (shifted.view(f32).double() * do.double()).sum(3)
     torch.testing.assert_close(row_values(call)[..., 1].double(), exact, rtol=1e-5, atol=1e-4)

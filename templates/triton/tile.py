@@ -467,7 +467,7 @@ def residual_codes(x, o):
     Quarters begin a little lower, so that next to nothing on either side is in quarter 0.
     """
     QUARTER: tl.constexpr = 11 if o.dtype == tl.float16 else 14
-    LITTLE: tl.constexpr = 1 << (QUARTER - 4)
+    LITTLE: tl.constexpr = 1 << (QUARTER - 6)
     apart = tl.minimum(bits_of(x) - bits_of(o) + LITTLE, (2 << QUARTER) - 1)
     if o.dtype == tl.float16:
         # Where its exponents end, last places count more than here.
@@ -482,7 +482,7 @@ def restored(o, codes):
     A row of quarter 0 alone lost nothing: a query that sees one key, whose value is all of o.
     """
     QUARTER: tl.constexpr = 11 if o.dtype == tl.float16 else 14
-    MIDDLE: tl.constexpr = (1 << (QUARTER - 1)) - (1 << (QUARTER - 4))
+    MIDDLE: tl.constexpr = (1 << (QUARTER - 1)) - (1 << (QUARTER - 6))
     lost = (tl.max(codes & 3, 1) != 0)[:, None]
     middle = tl.where(lost, (codes << QUARTER) + MIDDLE, 0)
     near = (bits_of(o) + middle).to(tl.float32, bitcast=True)
