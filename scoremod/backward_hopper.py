@@ -25,7 +25,7 @@ from .backends.hopper import HOPPER
 from .backward_hopper_wide import WideKernels, is_wide
 from .backward_triton import (
     Call,
-    Kind,
+    KindOfBackward,
     Line,
     call_of,
     collected,
@@ -203,7 +203,7 @@ class Kernels:
 
 
 # What calls launch, by their kind and whether they repeat; None where the portable kernels run.
-_KERNELS: dict[Kind, Kernels | WideKernels | None] = {}
+_KERNELS: dict[KindOfBackward, Kernels | WideKernels | None] = {}
 
 
 def kernels_of(call: Call) -> Kernels | WideKernels | None:

@@ -80,7 +80,7 @@ def call_of(
     """A backward that can be computed; raises where it cannot."""
     grad_out = unit_stride(result.grad_out.detach().to(inputs.q.dtype))
     result = Result(result.out, result.lse, grad_out, result.grad_lse, result.residual)
-    kind = kind_of(program, inputs, bound, result, wanted)
+    kind = kind_of_backward(program, inputs, bound, result, wanted)
     chosen = _CHOSEN.get(kind)
     if chosen is None:
         learned = learned_of(program, bound, wanted)
@@ -93,19 +93,19 @@ def call_of(
     return call
 
 
-Kind = tuple[object, ...]
+KindOfBackward = tuple[object, ...]
 # Options, what learns and its reads of calls, by their kind.
-_CHOSEN: dict[Kind, tuple[Options, tuple[Learned, ...], tuple[Read, ...]]] = {}
+_CHOSEN: dict[KindOfBackward, tuple[Options, tuple[Learned, ...], tuple[Read, ...]]] = {}
 MAX_KINDS = 4096
 T = TypeVar("T")
 
 
-def kind_of(
+def kind_of_backward(
     program: Typed, inputs: Inputs, bound: tuple[Bound, ...], result: Result, wanted: Wanted
-) -> Kind:
+) -> KindOfBackward:
     """All that options, what learns and the choice of kernels depend on, but for torch's switches.
 
-    It takes a fraction of the time that they take to find.
+    It takes a fraction of the time that they take to find. `warm.kind_of` is the same of a forward.
     """
     q, tiles, scale = inputs.q, inputs.tiles, inputs.scale
     captured = [x.value for x in bound if isinstance(x.value, Tensor)]
@@ -131,7 +131,7 @@ def kind_of(
     )
 
 
-def keep_kind(kept: dict[Kind, T], kind: Kind, found: T) -> None:
+def keep_kind(kept: dict[KindOfBackward, T], kind: KindOfBackward, found: T) -> None:
     """Keep what was found of a kind of calls; a sweep of shapes does not pile up."""
     if len(kept) >= MAX_KINDS:
         kept.clear()
@@ -149,7 +149,7 @@ class Call:
     learned: tuple[Learned, ...]
     reads: tuple[Read, ...]
     result: Result
-    kind: Kind
+    kind: KindOfBackward
 
     @property
     def grad_out(self) -> Tensor:

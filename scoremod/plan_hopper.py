@@ -301,10 +301,10 @@ class HopperPlan(TileReader):
 
     @property
     def renews(self) -> int:
-        """1 where gradients will be taken and first tiles may be masked for some queries, or 0.
+        """1 where few keys may show in gradients and first tiles may be masked for a query, or 0.
 
         A query with few keys, none of them in its first tile, has p that round; its gradients are
-        exact with the largest p being 1.
+        exact with the largest p being 1. Packed documents keep no residual, and round.
         """
         return int(self.stored and self.options.keeps_residual)
 

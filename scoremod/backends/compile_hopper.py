@@ -104,8 +104,12 @@ def source_of(
     maps: tuple[PlannedMap, ...],
     others: Mapping[str, str],
     arguments: tuple[Argument, ...],
+    multiples: Mapping[str, int] | None = None,
 ) -> Any:
-    """What Gluon compiles: a function and the types of its arguments, `others` after the maps."""
+    """What Gluon compiles: a function and the types of its arguments, `others` after the maps.
+
+    `multiples` are what some arguments are known to be multiples of.
+    """
     from triton.experimental.gluon._runtime import GluonASTSource
 
     types = {m.name: descriptor_type(m) for m in maps} | dict(others)
@@ -115,7 +119,11 @@ def source_of(
             f"the plan and the text of `{entry}` differ in their arguments",
             hint="this is a defect of scoremod, not of the variant",
         )
-    return GluonASTSource(function, types)
+    given = multiples or {}
+    known = {
+        (k,): [["tt.divisibility", given[name]]] for k, name in enumerate(types) if name in given
+    }
+    return GluonASTSource(function, types, attrs=known)
 
 
 def descriptor_type(tensor: PlannedMap) -> str:

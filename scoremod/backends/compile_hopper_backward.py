@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import BackendUnavailable
 from ..plan_hopper_backward import MAIN, SPILLS, HopperBackwardPlan
 from ..plan_triton import Argument
 from .compile_hopper import (
     HOPELESS,
     Refused,
     is_serialised,
+    source_of,
     spills_in_loops,
     tensor_map,
     tensors_as_passed,
@@ -71,24 +71,12 @@ def launched(plan: HopperBackwardPlan) -> tuple[Argument, ...]:
 def _source(function: Any, plan: HopperBackwardPlan) -> Any:
     """What Gluon compiles: the function and the types of its arguments."""
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
 
-    types = {}
-    for m in plan.tensor_maps:
-        layout = gl.NVMMASharedLayout(m.swizzle, 16, rank=4)
-        types[m.name] = f"tensordesc<{m.element}[1, 1, {m.rows}, {m.head_dim}],{layout!r}>"
     line, table = (gl.NVMMASharedLayout(0, 32, rank=rank) for rank in _SUMS.values())
-    types["row_values"] = f"tensordesc<fp32[{2 * plan.config.block_m}],{line!r}>"
-    types["dq_sums"] = f"tensordesc<fp32[{plan.dq_columns // 4}, 256],{table!r}>"
-    types |= {a.name: a.type for a in plan.arguments}
-    if list(types) != list(function.arg_names):
-        raise BackendUnavailable(
-            f"the plan and the text of `{MAIN}` differ in their arguments",
-            hint="this is a defect of scoremod, not of the variant",
-        )
+    others = {
+        "row_values": f"tensordesc<fp32[{2 * plan.config.block_m}],{line!r}>",
+        "dq_sums": f"tensordesc<fp32[{plan.dq_columns // 4}, 256],{table!r}>",
+    }
     # Allocations begin at multiples of 16 bytes, and rows of what TMA reads like dq are such.
     known = {"sums": 16, "dq": 16, "dq_stride_b": 8, "dq_stride_h": 8, "dq_stride_l": 8}
-    divisors = {
-        (k,): [["tt.divisibility", known[name]]] for k, name in enumerate(types) if name in known
-    }
-    return GluonASTSource(function, types, attrs=divisors)
+    return source_of(function, MAIN, plan.tensor_maps, others, plan.arguments, known)

@@ -477,7 +477,8 @@ def _compare_scalars() -> None:
 def _patch_language_once() -> None:
     """Put the interpreter's functions in the place of the language's once a launch and module.
 
-    Triton does it in each call of a function by a kernel, which takes a third of the time.
+    Triton does it in each call of a function by a kernel: 31 tests of tests/test_attention.py
+    (-k "test_captures_of_every_index and triton", two cores, no GPU) took 36.7 s, and take 21.0 s.
     """
     from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterError
 
