@@ -359,6 +359,9 @@ def test_the_first_maximum_is_not_kept_where_gradients_would_feel_it() -> None:
         (variants.document, True, 1),
         (variants.document, False, 0),
         (variants.causal, True, 0),
+        (variants.head_temperature & variants.causal, True, 1),
+        (variants.head_temperature & variants.causal, False, 0),
+        (variants.softcap & variants.causal, True, 0),
     ):
         plan = plans(variant, keeps_residual=keeps)[0]
         tries = re.findall(r"WHO, (True|False),\n +step, number", attend_hopper.source(plan))

@@ -272,6 +272,19 @@ def kept(s, keep):
 
 
 @gluon.jit
+def kept_powers(p, keep):
+    """p with 0 where `keep` is False, as `kept`: whatever became of scores there."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; selp.f32 $0, $1, 0f00000000, p; }",
+        "=f,f,r",
+        [p, keep.to(gl.int32)],
+        gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def of_rows(key, rows):
     """The first or last key of each row, also where it is one for all rows."""
     return gl.zeros_like(rows) + narrow(key)
