@@ -7,7 +7,7 @@ torch watches over them, and eager calls and the registered operator run the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,9 +23,11 @@ from .ir.capture import Capture
 from .plan import Param, Typed
 from .tiles import Tiles
 from .warm import Warm
+from .warm_backward import KindOfReturn, WarmBackward, first, given_of, kind_of_return
 
 # Before the captures: q, k, v, scale, q_offset, kv_lens.
 FIXED = 6
+MAX_RETURNS = 16  # kinds of backwards that a kind of call keeps
 
 Values = Sequence[Any]  # FIXED ones, then each capture as it was given
 Pair = tuple[torch.Tensor, torch.Tensor]  # out and lse
@@ -67,6 +69,14 @@ class Call:
     slots: tuple[Slot, ...]
     keeps_residual: bool
     warm: Warm | None = None  # runs the forward of calls like one before
+    # Backwards of such calls, None where one has to be decided each time.
+    returns: dict[KindOfReturn, WarmBackward | None] = field(default_factory=dict, compare=False)
+
+    def kind_of_return(self, result: Result, wanted: Sequence[bool]) -> KindOfReturn | None:
+        """What decides a backward beyond this; None where backwards are not remembered."""
+        if self.warm is None or self.backend != "hopper" or self.tiles is not None:
+            return None
+        return None if self.deterministic else kind_of_return(result, wanted, self.warm.device)
 
     def inputs(self, values: Values) -> Inputs:
         """The call's own tensors and options."""
@@ -107,17 +117,20 @@ def backward(
     call: Call, values: Values, result: Result, wanted: Sequence[bool]
 ) -> list[torch.Tensor | None]:
     """The gradient of each value, None where it is not wanted."""
-    bound = call.bound(values)
+    kind = call.kind_of_return(result, wanted)
+    warm = call.returns.get(kind) if kind is not None else None
+    if warm is not None:
+        return [*warm(given_of(values, result)), *[None] * (len(values) - 3)]
+    bound, inputs = call.bound(values), call.inputs(values)
     captured = zip(bound, wanted[FIXED:], strict=True)
     names = frozenset(item.param.name for item, wants in captured if wants)
-    found = attention.gradients(
-        call.program,
-        call.inputs(values),
-        bound,
-        call.backend,
-        result,
-        Wanted(wanted[0], wanted[1], wanted[2], names),
-    )
+    what = Wanted(wanted[0], wanted[1], wanted[2], names)
+    if kind is not None and kind not in call.returns:
+        if len(call.returns) >= MAX_RETURNS:
+            call.returns.clear()
+        found, call.returns[kind] = first(call.program, inputs, bound, result, what)
+    else:
+        found = attention.gradients(call.program, inputs, bound, call.backend, result, what)
     rest = [_fitted(found.captures.get(x.param.name), x.given) for x in bound]
     return [found.q, found.k, found.v, None, None, None, *rest]
 

@@ -103,10 +103,11 @@ def backward(
     if kernels is None:
         return backward_triton.backward(program, inputs, bound, result, wanted)
     with on_device(inputs.q), torch.no_grad():
-        return nothing(call, wanted) if call.is_empty else _gradients(call, wanted, kernels)
+        return nothing(call, wanted) if call.is_empty else gradients_of(call, wanted, kernels)
 
 
-def _gradients(call: Call, wanted: Wanted, kernels: Kernels | WideKernels) -> Gradients:
+def gradients_of(call: Call, wanted: Wanted, kernels: Kernels | WideKernels) -> Gradients:
+    """The gradients of a call that has pairs."""
     found: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     by_read: dict[int, Tensor] = {}
     if wanted.q or wanted.k or wanted.v or call.reads_in(DKDV):

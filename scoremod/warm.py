@@ -320,7 +320,7 @@ def _warm_tiles(
     places += [at.kv_lens] if inputs.kv_lens is not None else []
     starts = _positions(at, inputs, bound)
     for k in of_call:
-        places += range(starts[k], starts[k] + _width(bound[k]))
+        places += range(starts[k], starts[k] + width(bound[k]))
     how = structure(mask, chosen, sizes, blocks, inputs.q.device)
     without = tuple(replace(x, value=0, given=0) for x in captures)
     return WarmTiles(how, tuple(places), mask, chosen, sizes, blocks, without, of_call)
@@ -332,10 +332,10 @@ def _positions(places: Places, inputs: Inputs, bound: tuple[Bound, ...]) -> tupl
     found = []
     for item in bound:
         found.append(position)
-        position += _width(item)
+        position += width(item)
     return tuple(found)
 
 
-def _width(item: Bound) -> int:
+def width(item: Bound) -> int:
     """How many arguments a capture is: a table brings its lengths and strides."""
     return 1 + 2 * item.param.rank if item.param.kind is Kind.TENSOR else 1

@@ -33,6 +33,7 @@ LAYERS = """
     backward_hopper_wide
     backward_hopper
     warm sources attention reference
+    warm_backward
     autograd
     library
     ahead explain check notebook
