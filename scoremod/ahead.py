@@ -389,7 +389,7 @@ def _backward(job: Job, shelf: Shelf) -> Iterator[Item]:
     yield from _places(job, shelf, reads)
     if attend_hopper.is_hopper(target) and not _unfit_for_hoppers_backward(job, reads):
         if is_wide(chosen):
-            yield from _wide_backward(job, shelf)
+            yield from _wide_backward(job, shelf, learned)
             return
         yield from _hopper_backward(job, shelf, sums_keys=False)
         if any(KERNEL_OF[read.pattern] == DKDV for read in reads):
@@ -440,14 +440,15 @@ def _rows(job: Job, shelf: Shelf, block_m: int) -> Iterator[Item]:
             yield Item(what, job.target, job.call, hopper_rows.compile_small(plan))
 
 
-def _wide_backward(job: Job, shelf: Shelf) -> Iterator[Item]:
+def _wide_backward(job: Job, shelf: Shelf, learned: tuple[Learned, ...]) -> Iterator[Item]:
     """Hopper's kernels of wide heads, or why there are none."""
     for kernel in KERNELS:
         chosen = wide.of_options(kernel, job.program, job.options)
-        what = wide.wide_key(kernel, job.program, chosen)
+        asked = wide.learned_in(kernel, job.program, chosen, learned)
+        what = wide.wide_key(kernel, job.program, chosen, asked)
         item = shelf.items.get(Kind.of(what, job.target))
         if item is None:
-            result = _or_why_not(partial(wide.compile_wide, kernel), job, chosen)
+            result = _or_why_not(partial(wide.compile_wide, kernel, learned=asked), job, chosen)
             item = Item(what, job.target, job.call, result)
             yield item
         if chosen.stored and isinstance(item.result, Kernel):

@@ -56,9 +56,7 @@ from .hopper_rows import (
     small_source,
 )
 from .inputs import Inputs, empty_like_q, shared_values
-from .ir.expr import ONE
 from .launch import device as gpu
-from .passes.derivative import d_ds
 from .passes.patterns import Pattern, Read
 from .plan import Typed
 from .plan_hopper import padded
@@ -82,7 +80,7 @@ from .plan_hopper_backward import (
     slots_of,
     width_of,
 )
-from .plan_hopper_wide import WIDTH
+from .plan_hopper_wide import WIDTH, is_added
 from .plan_triton import Options
 from .plan_triton_backward import DIAGONALS, DKDV, DQ, PAIRS, learnable, reads_of
 from .ready import Ready, ready
@@ -109,9 +107,10 @@ def backward(
 def _gradients(call: Call, wanted: Wanted, kernels: Kernels | WideKernels) -> Gradients:
     found: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     by_read: dict[int, Tensor] = {}
-    if wanted.q or wanted.k or wanted.v or call.reads_in(DKDV):
+    summed = kernels.summed if isinstance(kernels, WideKernels) else call.reads_in(DKDV)
+    if wanted.q or wanted.k or wanted.v or summed:
         if isinstance(kernels, WideKernels):
-            found = backward_hopper_wide.tensor_gradients(call, kernels, wanted)
+            found = backward_hopper_wide.tensor_gradients(call, kernels, wanted, by_read)
         else:
             found = tensor_gradients(call, kernels, by_read)
     sum_rows(call, by_read)
@@ -168,13 +167,12 @@ def ranks_bytes(program: Typed, inputs: Inputs) -> int:
 def unlearned(program: Typed, reads: Sequence[Read], *, wide: bool = False) -> str:
     """Which captured gradient the portable dq, dk and dv kernels sum as well; "" for none.
 
-    What is added to all scores of a query or of a key, times a number, is summed here; per key not
-    where heads are wide.
+    What is added to all scores of a query or of a key, times a number, is summed here; where heads
+    are wide all that is read per query, and nothing per key.
     """
-    added = d_ds(program.given_score) == ONE
     for read in reads:
-        summed = added and read.slope.is_const and not (wide and read.pattern is Pattern.COLUMN)
-        if read.pattern in _LINE and not summed:
+        here = read.pattern is Pattern.ROW if wide else is_added(program, read)
+        if read.pattern in _LINE and not here:
             return f"the gradient of `{read.capture}` is summed per {_LINE[read.pattern]}"
     return ""
 
@@ -459,7 +457,7 @@ def tensor_gradients(
 
 def sum_rows(call: Call, by_read: dict[int, Tensor]) -> None:
     """Gradients of what is added to a query's scores, whose ds add up to its LSE's gradient."""
-    if call.reads_in(DQ):
+    if {*call.reads_in(DQ)} - by_read.keys():
         grad_lse, lse = call.result.grad_lse, call.result.lse
         sums = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(torch.float32)
         sums = torch.where(lse == -torch.inf, 0.0, sums)
@@ -467,8 +465,11 @@ def sum_rows(call: Call, by_read: dict[int, Tensor]) -> None:
 
 
 def settle(call: Call, kernel: str, sums: Tensor, line: Line, by_read: dict[int, Tensor]) -> None:
-    """The gradients of reads along a line, of the sums of ds [B, Hq, length] that all share."""
-    for n in call.reads_in(kernel):
+    """The gradients of reads along a line, of the sums of ds [B, Hq, length] that all share.
+
+    But for reads that have theirs.
+    """
+    for n in {*call.reads_in(kernel)} - by_read.keys():
         factor = call.reads[n].slope.attr
         by_read[n] = settled(call, n, sums * factor, line)
 

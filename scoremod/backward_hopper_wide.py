@@ -18,7 +18,7 @@ from .backends.compile_hopper import Refused
 from .backends.compile_hopper_wide import compile_plan
 from .backends.compile_triton import Kernel
 from .backends.hopper import HOPPER
-from .backward_triton import Call, over_batch
+from .backward_triton import Call, over_batch, row_sums, settled_rows
 from .bundle import loaded
 from .cache import CACHE, fingerprint, key
 from .errors import BackendUnavailable, KernelMissing
@@ -37,8 +37,18 @@ from .hopper_rows import (
 from .inputs import empty_like_q, shared_values
 from .plan import Typed
 from .plan_hopper_backward import counts_of, rows_plan, width_of
-from .plan_hopper_wide import KERNELS, KEYS, QUERIES, ROWS, WIDTH, WidePlan, wide_plan
+from .plan_hopper_wide import (
+    KERNELS,
+    KEYS,
+    QUERIES,
+    ROWS,
+    WIDTH,
+    WidePlan,
+    summed_rows,
+    wide_plan,
+)
 from .plan_triton import Options
+from .plan_triton_backward import Learned, learnable, reads_of
 from .ready import Ready, ready
 from .render import render
 from .target import Target
@@ -61,12 +71,14 @@ class WideKernels:
     rows: Ready
     keys: Ready
     queries: Ready
+    summed: tuple[int, ...] = ()  # the reads per query that the last one sums
 
 
 def kernels(call: Call) -> WideKernels:
     """What a call launches, compiled if it has to be."""
     keys, queries = (main(call, kernel) for kernel in KERNELS)
-    return WideKernels(rows_kernel(call, ROWS), keys, queries)
+    summed = tuple(summed_rows(call.program, call.reads))
+    return WideKernels(rows_kernel(call, ROWS), keys, queries, summed)
 
 
 def of_options(kernel: str, program: Typed, chosen: Options) -> Options:
@@ -79,61 +91,84 @@ def of_options(kernel: str, program: Typed, chosen: Options) -> Options:
 def main(call: Call, kernel: str) -> Ready:
     """The kernel of dk and dv, or that of dq."""
     program, chosen = call.program, of_options(kernel, call.program, call.options)
+    learned = learned_in(kernel, program, chosen, call.learned)
 
     def build(target: Target) -> Kernel:
-        return compile_unless_refused(kernel, program, chosen, target)
+        return compile_unless_refused(kernel, program, chosen, target, learned)
 
-    what = wide_key(kernel, program, chosen)
+    what = wide_key(kernel, program, chosen, learned)
     return ready(what, call.device, build, not_interpreted, program.bundle)
 
 
-def wide_key(kernel: str, program: Typed, chosen: Options) -> tuple[object, ...]:
+def learned_in(
+    kernel: str, program: Typed, chosen: Options, learned: tuple[Learned, ...]
+) -> tuple[Learned, ...]:
+    """What learns, if a kernel sums anything for it; else one serves all calls."""
+    reads = reads_of(program, learned, offset_per_batch=chosen.offset_per_batch)
+    return learned if kernel == QUERIES and summed_rows(program, reads) else ()
+
+
+def wide_key(
+    kernel: str, program: Typed, chosen: Options, learned: tuple[Learned, ...] = ()
+) -> tuple[object, ...]:
     """What decides a kernel."""
-    return (kernel, program.canonical, chosen)
+    what = (kernel, program.canonical, chosen)
+    return (*what, learned) if learned else what
 
 
-def found(kernel: str, program: Typed, chosen: Options, target: Target) -> Kernel | None:
+def found(
+    kernel: str, program: Typed, chosen: Options, target: Target, learned: tuple[Learned, ...] = ()
+) -> Kernel | None:
     """A kernel, if it was compiled before; a bundle has it, or says why not."""
-    what = wide_key(kernel, program, chosen)
+    what = wide_key(kernel, program, chosen, learned)
     if program.bundle:
         return loaded(program.bundle).kernel(what, target)
     return CACHE.find(key(fingerprint(), what, target))
 
 
-def known_refusal(program: Typed, chosen: Options, target: Target) -> str:
+def known_refusal(
+    program: Typed, chosen: Options, target: Target, learned: tuple[Learned, ...] = ()
+) -> str:
     """Why there is no kernel, without compiling: "" where there is, or nothing was tried so far."""
     for kernel in KERNELS:
         mine = of_options(kernel, program, chosen)
+        asked = learned_in(kernel, program, mine, learned)
         if program.bundle:
             try:
-                found(kernel, program, mine, target)
+                found(kernel, program, mine, target, asked)
             except (BackendUnavailable, KernelMissing) as error:
                 return error.message.partition("\n")[0]
-        elif note := CACHE.note(_refusal_key(kernel, program, mine, target)):
+        elif note := CACHE.note(_refusal_key(kernel, program, mine, target, asked)):
             return str(note.get("reason")).partition("\n")[0]
     return ""
 
 
-def _refusal_key(kernel: str, program: Typed, chosen: Options, target: Target) -> str:
-    return key("refused", fingerprint(), wide_key(kernel, program, chosen), target)
+def _refusal_key(
+    kernel: str, program: Typed, chosen: Options, target: Target, learned: tuple[Learned, ...]
+) -> str:
+    return key("refused", fingerprint(), wide_key(kernel, program, chosen, learned), target)
 
 
-def compile_unless_refused(kernel: str, program: Typed, chosen: Options, target: Target) -> Kernel:
+def compile_unless_refused(
+    kernel: str, program: Typed, chosen: Options, target: Target, learned: tuple[Learned, ...] = ()
+) -> Kernel:
     """A kernel; a refusal is kept beside the kernels."""
-    note = _refusal_key(kernel, program, chosen, target)
+    note = _refusal_key(kernel, program, chosen, target, learned)
     if (refused := CACHE.note(note)) is not None:
         raise Refused(str(refused.get("reason")), hint="the portable backward runs it")
     try:
-        return compile_wide(kernel, program, chosen, target)
+        return compile_wide(kernel, program, chosen, target, learned)
     except Refused as error:
         with contextlib.suppress(OSError):
             CACHE.put_note(note, {"reason": error.message})
         raise
 
 
-def compile_wide(kernel: str, program: Typed, chosen: Options, target: Target) -> Kernel:
+def compile_wide(
+    kernel: str, program: Typed, chosen: Options, target: Target, learned: tuple[Learned, ...] = ()
+) -> Kernel:
     """Compile a kernel, if the assembler takes it as it was meant."""
-    plan = wide_plan(kernel, program, chosen, target)
+    plan = wide_plan(kernel, program, chosen, target, learned)
     made, complaint = compile_plan(plan, source(plan))
     if complaint:
         raise Refused(
@@ -149,8 +184,9 @@ def source(plan: WidePlan) -> str:
 
 
 def sources(program: Typed, chosen: Options, target: Target) -> list[str]:
-    """The texts of the three kernels, in their order."""
-    made = (wide_plan(k, program, of_options(k, program, chosen), target) for k in KERNELS)
+    """The texts of the three kernels, in their order, with every gradient that they sum."""
+    learned = learnable(program)
+    made = (wide_plan(k, program, of_options(k, program, chosen), target, learned) for k in KERNELS)
     first = rows_plan(chosen, target, ROWS, has_grad_lse=False)
     return [small_source(first), *map(source, made)]
 
@@ -159,9 +195,9 @@ def sources(program: Typed, chosen: Options, target: Target) -> list[str]:
 
 
 def tensor_gradients(
-    call: Call, made: WideKernels, wanted: Wanted
+    call: Call, made: WideKernels, wanted: Wanted, by_read: dict[int, Tensor]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dq, dk and dv, those that are wanted."""
+    """dq, dk and dv, those that are wanted; the gradients of what is summed go to `by_read`."""
     q, k, v = call.inputs.q, call.inputs.k, call.inputs.v
     batch, q_heads, q_len, _ = q.shape
     do, dq, dk, dv = as_copyable(call.grad_out), None, None, None
@@ -172,12 +208,14 @@ def tensor_gradients(
         programs = -(-k.shape[2] // made.keys.block_n) * batch * k.shape[1]
         made.keys.run(programs, arguments(call, KEYS, made.keys, (do, scratch.rows), (dk, dv)))
         dk, dv = over_batch(dk, k), over_batch(dv, v)
-    if wanted.q:
+    if wanted.q or made.summed:
         dq = empty_like_q(q, q.shape[3])
         programs = -(-q_len // made.queries.block_m) * batch * q_heads
-        made.queries.run(
-            programs, arguments(call, QUERIES, made.queries, (do, scratch.rows), (dq,))
-        )
+        values = arguments(call, QUERIES, made.queries, (do, scratch.rows), (dq,))
+        sums = row_sums(call, len(made.summed))
+        values += [sums, sums.stride(0)] if made.summed else []
+        made.queries.run(programs, values)
+        by_read |= settled_rows(call, made.summed, sums)
     return dq, dk, dv
 
 

@@ -21,6 +21,7 @@ from .plan import Param, Typed
 from .plan_hopper import HopperPlan
 from .plan_hopper_wide import KERNELS, KEYS, QUERIES, wide_plan
 from .plan_triton import Options, TritonPlan, triton_plan
+from .plan_triton_backward import learnable
 from .target import INTERPRETER, Target
 from .variant import Program
 
@@ -159,11 +160,17 @@ def _wide_backward(program: Typed, chosen: Options, target: Target) -> list[str]
         f"  backward dq in another: {plans[QUERIES]}",
         "  dq       the same bits in each run: each program sums that of its own queries",
     ]
-    reads = backward_hopper.possible_reads(program, chosen)
-    if learned := backward_hopper.unlearned(program, reads, wide=True):
+    if learned := _unlearned(program, chosen, target):
         lines.append(f"  backward portable with learned captures: {learned}")
     kernels = (wide.found(kernel, program, mine[kernel], target) for kernel in KERNELS)
     return lines if all(kernels) else [*lines, _UNTRIED]
+
+
+def _unlearned(program: Typed, chosen: Options, target: Target) -> str:
+    """Why the portable backward serves wide heads where all learns that can; "" if it does not."""
+    reads = backward_hopper.possible_reads(program, chosen)
+    unlearned = backward_hopper.unlearned(program, reads, wide=True)
+    return unlearned or wide.known_refusal(program, chosen, target, learnable(program))
 
 
 def explain_hopper(plan: HopperPlan) -> list[str]:

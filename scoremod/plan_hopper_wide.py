@@ -6,15 +6,19 @@ in memory.
 
     keys     a program owns 64 keys: one consumer computes p and sums dv, the other sums dk
     queries  a program owns 128 queries: each consumer sums dq of 64
+
+Where something that is read per query learns, the second sums what its gradient takes as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .analysis.ranges import solve
 from .ir.expr import ONE
 from .passes.derivative import d_ds
+from .passes.patterns import Pattern, Read
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
 from .plan_hopper import LineTerm, TensorMap, read_ahead
 from .plan_hopper_backward import (
@@ -34,7 +38,15 @@ from .plan_triton import (
     shared_arguments,
     structure_places,
 )
-from .plan_triton_backward import Slope, is_tame, query_range, score_function
+from .plan_triton_backward import (
+    Learned,
+    Slope,
+    Sum,
+    is_tame,
+    query_range,
+    reads_of,
+    score_function,
+)
 from .target import Target
 
 KEYS, QUERIES = "attention_bwd_keys", "attention_bwd_queries"
@@ -42,6 +54,9 @@ KERNELS = (KEYS, QUERIES)
 WIDTH = 256  # the padded head dim
 CONSUMERS = 2
 ROWS = 64  # keys or queries whose gradients a consumer has registers for, and columns of a step
+# Columns of scores whose slopes are in registers at a time, where rows are summed: of 64 ALiBi has
+# 123 accesses to spilled registers a tile, of 32 14, of 16 7; with a soft-cap behind it 33 and 50.
+PART = 32
 # Heads whose programs take turns: what they read stays in L2. Of 4, 2x8x8192x256 takes 3 % longer.
 HEADS_TOGETHER = 2
 # Stages of q and of do in the kernel of the keys, of k and of v in that of the queries: as many as
@@ -91,6 +106,36 @@ _SAID = {
 
 
 @dataclass(frozen=True)
+class RowSum(Sum):
+    """The gradient of a read per query; a tame slope is finite where pairs attend."""
+
+    is_tame: bool = False
+
+    @property
+    def may_be_nan(self) -> str:
+        """In which tiles its slope may be infinite."""
+        return _may_be_nan(self.is_tame)
+
+
+def _may_be_nan(tame: bool) -> str:
+    return "MASKED" if tame else "True"
+
+
+def is_added(program: Typed, read: Read) -> bool:
+    """Whether what is read is added to s itself, times a number: then its gradient is ds alone."""
+    return read.slope.is_const and d_ds(program.given_score) == ONE
+
+
+def summed_rows(program: Typed, reads: Sequence[Read]) -> list[int]:
+    """The reads per query that are summed: the ds of others add up to the LSE's gradient."""
+    return [
+        n
+        for n, read in enumerate(reads)
+        if read.pattern is Pattern.ROW and not is_added(program, read)
+    ]
+
+
+@dataclass(frozen=True)
 class WidePlan(GradientReader):
     """One of the two kernels."""
 
@@ -109,6 +154,7 @@ class WidePlan(GradientReader):
     queries: DeviceFunction | None
     keys: DeviceFunction | None
     line_terms: tuple[LineTerm, ...]  # what the mask reads of a query, or of a key, alone
+    sums: tuple[RowSum, ...]  # of each query
     params: tuple[Param, ...]
     arguments: tuple[Argument, ...]  # after the tensors
     block_d: int
@@ -166,6 +212,44 @@ class WidePlan(GradientReader):
         return solved
 
     @property
+    def part(self) -> int:
+        return PART
+
+    @property
+    def columns(self) -> str:
+        """How many keys scores are computed of at a time."""
+        return "PART" if self.sums else "BLOCK_N"
+
+    @property
+    def layout(self) -> str:
+        """Of these scores."""
+        return "PART_LAYOUT" if self.sums else "S_LAYOUT"
+
+    @property
+    def summed(self) -> str:
+        """What is summed of each row: ds, and of each read ds and p times its slope."""
+        return ", ".join(["left_over", *(f"{x.total}, {x.weight}" for x in self.sums)])
+
+    @property
+    def no_sums(self) -> str:
+        """As many zeros."""
+        return ", ".join(["nothing"] * (1 + 2 * len(self.sums)))
+
+    @property
+    def and_slopes(self) -> str:
+        """What the score's function gives but for the score."""
+        return self.results.removeprefix("s")
+
+    @property
+    def slope_may_be_nan(self) -> str:
+        return _may_be_nan(self.slope is not None and self.slope.is_tame)
+
+    @property
+    def left_over_row(self) -> int:
+        """Where the sum of a row's ds goes: behind the sums and weights of all reads."""
+        return 2 * len(self.sums)
+
+    @property
     def heads_together(self) -> int:
         return HEADS_TOGETHER_STORED if self.stored else HEADS_TOGETHER
 
@@ -206,11 +290,18 @@ class WidePlan(GradientReader):
         return tile * tiles + (4 * self.stages * 2 * ROWS if self.row_map else 0)
 
 
-def wide_plan(kernel: str, program: Typed, options: Options, target: Target) -> WidePlan:
-    """Decide one of the two kernels."""
+def wide_plan(
+    kernel: str,
+    program: Typed,
+    options: Options,
+    target: Target,
+    learned: tuple[Learned, ...] = (),
+) -> WidePlan:
+    """Decide one of the two kernels; that of the queries sums what `learned` asks for."""
     program = with_kernel_names(program, "triton", "hopper")
     by_s = d_ds(program.given_score)
-    score, results = score_function(program, by_s, ())
+    mine = _row_reads(program, options, learned) if kernel == QUERIES else []
+    score, results = score_function(program, by_s, mine)
     mask, queries, keys = program.mask_function, None, None
     if mask is not None and not options.stored:
         if kernel == KEYS:
@@ -238,16 +329,29 @@ def wide_plan(kernel: str, program: Typed, options: Options, target: Target) -> 
         queries=queries,
         keys=keys,
         line_terms=terms,
+        sums=tuple(
+            RowSum(n, row, len(mine) + row, is_tame=is_tame(read.slope))
+            for row, (n, read) in enumerate(mine)
+        ),
         params=program.params,
         arguments=(
             *([] if kernel == KEYS else [Argument("row_values", "*fp32")]),
             Argument("sm_scale", "*fp32" if options.scale_in_memory else "fp32"),
             *shared_arguments(program.params, options),
             *(structure_places() if options.stored else ()),
+            *((Argument("row_sums", "*fp32"), Argument("row_sums_stride", "i64")) if mine else ()),
         ),
         block_d=width_of(options),
         block_dv=width_of(options),
     )
+
+
+def _row_reads(
+    program: Typed, options: Options, learned: tuple[Learned, ...]
+) -> list[tuple[int, Read]]:
+    """The reads whose gradients the kernel of the queries sums, with their numbers."""
+    reads = reads_of(program, learned, offset_per_batch=options.offset_per_batch)
+    return [(n, reads[n]) for n in summed_rows(program, reads)]
 
 
 TITLE_OF = {KEYS: "Gradients of k and v", QUERIES: "Gradient of q"}

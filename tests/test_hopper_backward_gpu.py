@@ -408,6 +408,101 @@ def test_what_is_added_per_query_and_per_key_learns_here(name: str) -> None:
             assert float((mine.double() - wanted).norm() / wanted.norm()) < 6e-3
 
 
+# What is summed of each query, with a slope of its own.
+WEIGHTED_QUERY_BIAS = parse(
+    "variant weighted(t: f32[B, H, Lq]) { score s + t[b, h, i] / (1.0 + abs(i - j)) }"
+)
+TEMPERATURE = parse("variant temperature(t: f32[H]) { score s * t[h] mask j <= i }")
+NUMBER = parse("variant number(t: float) { score s * t }")
+BOTH = parse(
+    "variant both(t: f32[H], a: f32[H], u: f32[B, H, Lq])"
+    " { score s * t[h] - a[h] * (i - j) + u[b, h, i] mask j <= i }"
+)
+LEARNED_LOGS = parse("variant logs(t: f32[H]) { score s + t[h] * log(1.0 + (i - j)) mask j <= i }")
+LEARNED_GAPS = parse("variant gaps(t: f32[H]) { score s - t[h] * (i - j) mask j <= i - 50 }")
+CAPPED_ALIBI = variants.alibi.then(variants.softcap) & variants.causal
+
+
+def drawn(**shapes: tuple[int, ...]) -> Tables:
+    """Tables between 0 and 1."""
+
+    def found() -> dict[str, Any]:
+        make = torch.Generator().manual_seed(1)
+        return {name: torch.rand(shape, generator=make).cuda() for name, shape in shapes.items()}
+
+    return found
+
+
+def both(*several: Tables) -> Tables:
+    return lambda: {name: x for tables in several for name, x in tables().items()}
+
+
+SLOPES: dict[str, Case] = {
+    "slopes, grouped heads": Case(ALIBI, 457, 457, 256, kv_heads=2, tables=drawn(slopes=(4,))),
+    "slopes and an offset, fp16": Case(
+        ALIBI, 300, 400, 192, dtype=f16, call={"q_offset": 90}, tables=drawn(slopes=(4,))
+    ),
+    "slopes, offsets per sequence": Case(ALIBI, 300, 400, 256, kv_heads=2, tables=offsets),
+    "slopes, capped": Case(CAPPED_ALIBI, 333, 333, 256, kv_heads=1, tables=drawn(slopes=(4,))),
+    "slopes, documents": Case(
+        variants.alibi & DOCUMENTS,
+        600,
+        600,
+        256,
+        kv_heads=2,
+        tables=both(documents(250, 5, 345), drawn(slopes=(4,))),
+    ),
+    "slopes, documents whose keys end": Case(
+        variants.alibi & DOCUMENTS,
+        600,
+        600,
+        136,
+        tables=both(documents(250, 350), drawn(slopes=(4,))),
+        call={"ends": (555, 0)},
+    ),
+    "slopes, keys that end": Case(
+        ALIBI, 300, 300, 256, tables=drawn(slopes=(4,)), call={"ends": (1, 200)}
+    ),
+    "slopes, blocks": Case(
+        ALIBI, 700, 700, 256, tables=drawn(slopes=(4,)), call={"blocks": (6, 6)}
+    ),
+    "temperatures": Case(TEMPERATURE, 457, 457, 256, kv_heads=2, tables=drawn(t=(4,))),
+    "temperatures, fp16": Case(TEMPERATURE, 190, 70, 160, dtype=f16, tables=drawn(t=(4,))),
+    "a number": Case(NUMBER, 200, 333, 256, tables=drawn(t=())),
+    "weighted, per query": Case(WEIGHTED_QUERY_BIAS, 300, 333, 256, tables=drawn(t=(2, 4, 300))),
+    "three together": Case(
+        BOTH, 333, 333, 256, kv_heads=2, tables=drawn(t=(4,), a=(4,), u=(2, 4, 333))
+    ),
+    "logarithms": Case(LEARNED_LOGS, 300, 300, 256, tables=drawn(t=(4,))),
+    "rows without keys": Case(LEARNED_GAPS, 300, 300, 256, tables=drawn(t=(4,))),
+}
+
+
+@pytest.mark.parametrize("name", SLOPES)
+def test_slopes_and_temperatures_of_wide_heads_learn_here(name: str) -> None:
+    case = SLOPES[name]
+    q, k, v, do, dlse = case.tensors()
+    call = case.given()
+    learned = [n for n, x in call.items() if torch.is_tensor(x) and x.is_floating_point()]
+    qkv = (q, *(beyond_is_nan(x, call.get("kv_lens")) for x in (k, v)))
+
+    def run(backend: str, tensors: tuple[torch.Tensor, ...], **more: Any) -> list[torch.Tensor]:
+        leaves = [x.detach().clone().requires_grad_() for x in tensors]
+        given = {n: call[n].clone().requires_grad_() for n in learned}
+        out, lse = case.variant(
+            *leaves, backend=backend, return_lse=True, **{**call, **given}, **more
+        )
+        back = [do.to(out.dtype), dlse.to(lse.dtype)]
+        return list(torch.autograd.grad([out, lse], [*leaves, *given.values()], back))
+
+    theirs = run("eager", (q.double(), k.double(), v.double()))
+    first = run("hopper", qkv)
+    for mine, wanted in zip(first, theirs, strict=True):
+        assert float((mine.double() - wanted).norm() / wanted.norm()) < 6e-3
+    for mine, again in zip(first, run("hopper", qkv, deterministic=True), strict=True):
+        assert torch.equal(mine, again)
+
+
 @pytest.mark.parametrize("name", ["slopes", "distances"])
 def test_learned_captures_may_take_the_portable_backward(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -196,7 +196,7 @@ def test_what_nobody_wants_is_not_computed(
         return Ready(lambda programs, _: ran.append(f"{name} {programs}"), sizes)
 
     made = wide.WideKernels(ready("rows"), ready("keys"), ready("queries"))
-    found = wide.tensor_gradients(call(), made, wanted)
+    found = wide.tensor_gradients(call(), made, wanted, {})
     assert ran == expected
     assert [x is not None for x in found] == [wanted.q, "keys 8" in ran, "keys 8" in ran]
 
