@@ -388,12 +388,10 @@ def _backward(job: Job, shelf: Shelf) -> Iterator[Item]:
                 yield from _structure(job, shelf, mine, made, transposed=kernel == DKDV)
     yield from _places(job, shelf, reads)
     if attend_hopper.is_hopper(target) and not _unfit_for_hoppers_backward(job, reads):
-        if is_wide(chosen):
-            yield from _wide_backward(job, shelf, learned)
-            return
-        yield from _hopper_backward(job, shelf, sums_keys=False)
+        backward = _wide_backward if is_wide(chosen) else _hopper_backward
+        yield from backward(job, shelf, sums_keys=False)
         if any(KERNEL_OF[read.pattern] == DKDV for read in reads):
-            yield from _hopper_backward(job, shelf, sums_keys=True)
+            yield from backward(job, shelf, sums_keys=True)
 
 
 def _unfit_for_hoppers_backward(job: Job, reads: Sequence[Read]) -> bool:
@@ -440,11 +438,13 @@ def _rows(job: Job, shelf: Shelf, block_m: int) -> Iterator[Item]:
             yield Item(what, job.target, job.call, hopper_rows.compile_small(plan))
 
 
-def _wide_backward(job: Job, shelf: Shelf, learned: tuple[Learned, ...]) -> Iterator[Item]:
+def _wide_backward(job: Job, shelf: Shelf, *, sums_keys: bool) -> Iterator[Item]:
     """Hopper's kernels of wide heads, or why there are none."""
+    assert job.learned is not None
+    given = replace(job.options, sums_keys=sums_keys)
     for kernel in KERNELS:
-        chosen = wide.of_options(kernel, job.program, job.options)
-        asked = wide.learned_in(kernel, job.program, chosen, learned)
+        chosen = wide.of_options(kernel, job.program, given)
+        asked = wide.learned_in(kernel, job.program, chosen, job.learned)
         what = wide.wide_key(kernel, job.program, chosen, asked)
         item = shelf.items.get(Kind.of(what, job.target))
         if item is None:

@@ -33,7 +33,6 @@ from .backward_triton import (
     nothing,
     over_batch,
     row_values,
-    settled,
     sum_others,
 )
 from .binding import ELEMENT_OF, Bound
@@ -46,14 +45,18 @@ from .hopper_rows import (
     Scratch,
     as_copyable,
     indifferent,
+    key_sums,
     kv_heads_of,
     look_at_rows,
     not_interpreted,
     q_tiles_of,
     rows_kernel,
+    settle,
+    settle_keys,
     small_kernel,
     small_options,
     small_source,
+    sums_keys,
 )
 from .inputs import Inputs, empty_like_q, shared_values
 from .launch import device as gpu
@@ -82,7 +85,7 @@ from .plan_hopper_backward import (
 )
 from .plan_hopper_wide import WIDTH, is_added
 from .plan_triton import Options
-from .plan_triton_backward import DIAGONALS, DKDV, DQ, PAIRS, learnable, reads_of
+from .plan_triton_backward import DIAGONALS, DQ, PAIRS, learnable, reads_of
 from .ready import Ready, ready
 from .render import render
 from .structure import Sizes, Stored, differing
@@ -107,8 +110,8 @@ def backward(
 def _gradients(call: Call, wanted: Wanted, kernels: Kernels | WideKernels) -> Gradients:
     found: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     by_read: dict[int, Tensor] = {}
-    summed = kernels.summed if isinstance(kernels, WideKernels) else call.reads_in(DKDV)
-    if wanted.q or wanted.k or wanted.v or summed:
+    rows = kernels.row_reads if isinstance(kernels, WideKernels) else ()
+    if wanted.q or wanted.k or wanted.v or rows or sums_keys(call):
         if isinstance(kernels, WideKernels):
             found = backward_hopper_wide.tensor_gradients(call, kernels, wanted, by_read)
         else:
@@ -167,11 +170,11 @@ def ranks_bytes(program: Typed, inputs: Inputs) -> int:
 def unlearned(program: Typed, reads: Sequence[Read], *, wide: bool = False) -> str:
     """Which captured gradient the portable dq, dk and dv kernels sum as well; "" for none.
 
-    What is added to all scores of a query or of a key, times a number, is summed here; where heads
-    are wide all that is read per query, and nothing per key.
+    What is added to all scores of a query or of a key, times a number, is summed here, and where
+    heads are wide all that is read per query.
     """
     for read in reads:
-        here = read.pattern is Pattern.ROW if wide else is_added(program, read)
+        here = is_added(program, read) or (wide and read.pattern is Pattern.ROW)
         if read.pattern in _LINE and not here:
             return f"the gradient of `{read.capture}` is summed per {_LINE[read.pattern]}"
     return ""
@@ -286,11 +289,6 @@ def options_of(call: Call) -> Options:
     repeats, summed = call.inputs.must_repeat, sums_keys(call)
     chosen = replace(call.options, deterministic=repeats, sums_keys=summed)
     return of_options(call.program, chosen)
-
-
-def sums_keys(call: Call) -> bool:
-    """Whether something that is read per key learns."""
-    return bool(call.reads_in(DKDV))
 
 
 def main(call: Call) -> Ready:
@@ -449,29 +447,18 @@ def tensor_gradients(
     dk, dv = (empty_like_q(x.expand(batch, -1, -1, -1), x.shape[3]) for x in (k, v))
     programs = -(-kv_len // kernel.block_n) * batch * kv_heads
     kernel.run(programs, arguments(call, kernels, scratch, do, (dq, dk, dv)))
-    for ds_sums in scratch.ds_sums:
-        settle(call, DKDV, ds_sums, Line(Pattern.COLUMN, kv_len), by_read)
+    settle_keys(call, scratch.ds_sums, by_read)
     finish(call, kernels.finish, scratch, dq, kernel.block_m)
     return dq, over_batch(dk, k), over_batch(dv, v)
 
 
 def sum_rows(call: Call, by_read: dict[int, Tensor]) -> None:
     """Gradients of what is added to a query's scores, whose ds add up to its LSE's gradient."""
-    if {*call.reads_in(DQ)} - by_read.keys():
+    if any(n not in by_read for n in call.reads_in(DQ)):
         grad_lse, lse = call.result.grad_lse, call.result.lse
         sums = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(torch.float32)
         sums = torch.where(lse == -torch.inf, 0.0, sums)
         settle(call, DQ, sums, Line(Pattern.ROW, lse.shape[2]), by_read)
-
-
-def settle(call: Call, kernel: str, sums: Tensor, line: Line, by_read: dict[int, Tensor]) -> None:
-    """The gradients of reads along a line, of the sums of ds [B, Hq, length] that all share.
-
-    But for reads that have theirs.
-    """
-    for n in {*call.reads_in(kernel)} - by_read.keys():
-        factor = call.reads[n].slope.attr
-        by_read[n] = settled(call, n, sums * factor, line)
 
 
 def slots_of_call(call: Call, kernel: Ready) -> int:
@@ -512,14 +499,13 @@ def scratch_of(call: Call, block_m: int, slots: int) -> Scratch:
     floats: dict[str, Any] = {"dtype": torch.float32, "device": call.device}
     ints: dict[str, Any] = {"dtype": torch.int32, "device": call.device}
     sums = tiles // heads * slots * block_m * width_of(call.options)
-    keys = (*call.heads, call.inputs.k.shape[2])
     return Scratch(
         torch.empty(tiles * 2 * block_m, **floats),
         torch.empty(sums // 256, 256, **floats),
         slots,
         torch.empty(counts_of(heads), **ints),
         (torch.empty(tiles, **ints),) if call.inputs.must_repeat else (),
-        (torch.empty(keys, **floats),) if sums_keys(call) else (),
+        key_sums(call),
     )
 
 

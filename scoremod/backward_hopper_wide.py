@@ -27,12 +27,15 @@ from .hopper_rows import (
     Scratch,
     as_copyable,
     indifferent,
+    key_sums,
     kv_heads_of,
     look_at_rows,
     not_interpreted,
     q_tiles_of,
     rows_kernel,
+    settle_keys,
     small_source,
+    sums_keys,
 )
 from .inputs import empty_like_q, shared_values
 from .plan import Typed
@@ -71,26 +74,32 @@ class WideKernels:
     rows: Ready
     keys: Ready
     queries: Ready
-    summed: tuple[int, ...] = ()  # the reads per query that the last one sums
+    row_reads: tuple[int, ...] = ()  # reads per query that the last one sums
 
 
 def kernels(call: Call) -> WideKernels:
     """What a call launches, compiled if it has to be."""
     keys, queries = (main(call, kernel) for kernel in KERNELS)
-    summed = tuple(summed_rows(call.program, call.reads))
-    return WideKernels(rows_kernel(call, ROWS), keys, queries, summed)
+    mine = tuple(summed_rows(call.program, call.reads))
+    return WideKernels(rows_kernel(call, ROWS), keys, queries, mine)
 
 
 def of_options(kernel: str, program: Typed, chosen: Options) -> Options:
     """What a kernel is specialised for; the order of additions is always the same."""
     solved = program.one_query_range if kernel == KEYS else program.one_range
-    chosen = replace(chosen, deterministic=False, sums_keys=False)
+    sums_keys = chosen.sums_keys and kernel == KEYS
+    chosen = replace(chosen, deterministic=False, sums_keys=sums_keys)
     return indifferent(program, chosen, stored=chosen.blocks or not solved)
+
+
+def options_of(kernel: str, call: Call) -> Options:
+    """What a kernel of a call is specialised for."""
+    return of_options(kernel, call.program, replace(call.options, sums_keys=sums_keys(call)))
 
 
 def main(call: Call, kernel: str) -> Ready:
     """The kernel of dk and dv, or that of dq."""
-    program, chosen = call.program, of_options(kernel, call.program, call.options)
+    program, chosen = call.program, options_of(kernel, call)
     learned = learned_in(kernel, program, chosen, call.learned)
 
     def build(target: Target) -> Kernel:
@@ -203,28 +212,32 @@ def tensor_gradients(
     do, dq, dk, dv = as_copyable(call.grad_out), None, None, None
     scratch = scratch_of(call)
     look_at_rows(call, made.rows, do, ROWS, scratch)
-    if wanted.k or wanted.v:
+    if wanted.k or wanted.v or scratch.ds_sums:
         dk, dv = (empty_like_q(x.expand(batch, -1, -1, -1), x.shape[3]) for x in (k, v))
         programs = -(-k.shape[2] // made.keys.block_n) * batch * k.shape[1]
-        made.keys.run(programs, arguments(call, KEYS, made.keys, (do, scratch.rows), (dk, dv)))
+        values = arguments(call, KEYS, made.keys, (do, scratch.rows), (dk, dv))
+        made.keys.run(programs, [*values, *scratch.ds_sums])
+        settle_keys(call, scratch.ds_sums, by_read)
         dk, dv = over_batch(dk, k), over_batch(dv, v)
-    if wanted.q or made.summed:
+    if wanted.q or made.row_reads:
         dq = empty_like_q(q, q.shape[3])
         programs = -(-q_len // made.queries.block_m) * batch * q_heads
         values = arguments(call, QUERIES, made.queries, (do, scratch.rows), (dq,))
-        sums = row_sums(call, len(made.summed))
-        values += [sums, sums.stride(0)] if made.summed else []
+        sums = row_sums(call, len(made.row_reads))
+        values += [sums, sums.stride(0)] if made.row_reads else []
         made.queries.run(programs, values)
-        by_read |= settled_rows(call, made.summed, sums)
+        by_read |= settled_rows(call, made.row_reads, sums)
     return dq, dk, dv
 
 
 def scratch_of(call: Call) -> Scratch:
-    """Row values alone: nothing is added up in memory."""
+    """Row values, and sums of captures' gradients: nothing else is added up in memory."""
     tiles, device = q_tiles_of(call, ROWS), call.device
     rows = torch.empty(tiles * 2 * ROWS, dtype=torch.float32, device=device)
     counters = torch.empty(counts_of(kv_heads_of(call)), dtype=torch.int32, device=device)
-    return Scratch(rows, rows.new_empty(0, 256), 0, counters, ())
+    # Of keys that no query of a head sees, nothing is written.
+    ds_sums = tuple(x.zero_() for x in key_sums(call))
+    return Scratch(rows, rows.new_empty(0, 256), 0, counters, (), ds_sums)
 
 
 def arguments(
@@ -242,7 +255,7 @@ def arguments(
     values += described(rows) if kernel == KEYS else [rows]
     values.append(in_float32(inputs.scale))
     values += shared_values(inputs.q_offset, inputs.kv_lens, call.bound)
-    chosen = of_options(kernel, call.program, call.options)
+    chosen = options_of(kernel, call)
     if chosen.stored:
         blocks, transposed = (ready.block_m, ready.block_n), kernel == KEYS
         values += stored_structure(

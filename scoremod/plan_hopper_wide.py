@@ -7,7 +7,8 @@ in memory.
     keys     a program owns 64 keys: one consumer computes p and sums dv, the other sums dk
     queries  a program owns 128 queries: each consumer sums dq of 64
 
-Where something that is read per query learns, the second sums what its gradient takes as well.
+Where something that is read per query learns, the second sums what its gradient takes as well, and
+the first what is added per key.
 """
 
 from __future__ import annotations
@@ -111,15 +112,6 @@ class RowSum(Sum):
 
     is_tame: bool = False
 
-    @property
-    def may_be_nan(self) -> str:
-        """In which tiles its slope may be infinite."""
-        return _may_be_nan(self.is_tame)
-
-
-def _may_be_nan(tame: bool) -> str:
-    return "MASKED" if tame else "True"
-
 
 def is_added(program: Typed, read: Read) -> bool:
     """Whether what is read is added to s itself, times a number: then its gradient is ds alone."""
@@ -212,6 +204,16 @@ class WidePlan(GradientReader):
         return solved
 
     @property
+    def and_heads(self) -> str:
+        """Where the one that fetches says of which query head each q tile is."""
+        return ", heads" if self.options.sums_keys else ""
+
+    @property
+    def and_sums(self) -> str:
+        """The same, and where sums of ds go."""
+        return ", heads, ds_sums, sizes" if self.options.sums_keys else ""
+
+    @property
     def part(self) -> int:
         return PART
 
@@ -239,10 +241,6 @@ class WidePlan(GradientReader):
     def and_slopes(self) -> str:
         """What the score's function gives but for the score."""
         return self.results.removeprefix("s")
-
-    @property
-    def slope_may_be_nan(self) -> str:
-        return _may_be_nan(self.slope is not None and self.slope.is_tame)
 
     @property
     def left_over_row(self) -> int:
@@ -340,6 +338,7 @@ def wide_plan(
             *shared_arguments(program.params, options),
             *(structure_places() if options.stored else ()),
             *((Argument("row_sums", "*fp32"), Argument("row_sums_stride", "i64")) if mine else ()),
+            *([Argument("ds_sums", "*fp32")] if options.sums_keys else []),
         ),
         block_d=width_of(options),
         block_dv=width_of(options),

@@ -271,7 +271,9 @@ def test_explain_says_what_computes_gradients() -> None:
     assert "  backward dk and dv in one kernel: 64 queries by 64 keys" in said
     assert "  backward dq in another: 128 queries by 64 keys" in said
     assert "  dq       the same bits in each run: each program sums that of its own queries" in said
-    said = variants.forget_gate.explain(head_dim=192)
+    for variant in (FIVE["alibi"], variants.forget_gate):
+        assert "portable" not in variant.explain(head_dim=192)
+    said = variants.forget_gate.then(variants.softcap).explain(head_dim=192)
     assert (
         "  backward portable with learned captures: the gradient of `log_decay` is summed" in said
     )

@@ -382,6 +382,19 @@ LEARNED: dict[str, Case] = {
     "keys that end": Case(KEY_BIAS, 300, 400, 128, call={"ends": (301, 70)}),
     "queries, narrow": Case(QUERY_BIAS, 300, 333, 64),
     "queries, wide": Case(QUERY_BIAS, 300, 333, 256),
+    "forget gates, wide": Case(variants.forget_gate & variants.causal, 457, 457, 256, kv_heads=2),
+    "keys, wide, one kv head, fp16": Case(KEY_BIAS, 300, 333, 192, dtype=f16, kv_heads=1),
+    "keys that end, wide": Case(KEY_BIAS, 300, 400, 256, call={"ends": (301, 70)}),
+    "keys of documents, wide": Case(
+        variants.forget_gate & DOCUMENTS, 600, 600, 256, tables=documents(250, 5, 345)
+    ),
+    "keys that nobody sees, wide": Case(
+        parse("variant v(t: f32[B, H, Lk]) { score s + t[b, h, j] mask j <= i - 50 }"),
+        300,
+        300,
+        256,
+        kv_heads=2,
+    ),
 }
 
 
@@ -392,7 +405,7 @@ def test_what_is_added_per_query_and_per_key_learns_here(name: str) -> None:
     call = case.given()
     length = case.q_len if case.variant is QUERY_BIAS else case.kv_len
     bias = -torch.rand(2, 4, length, device="cuda").cumsum(-1) / 8
-    (capture,) = case.variant._program.captures
+    capture = next(c for c in case.variant._program.captures if c.name not in call)
 
     def run(backend: str, dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
         leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
@@ -410,7 +423,7 @@ def test_what_is_added_per_query_and_per_key_learns_here(name: str) -> None:
 
 # What is summed of each query, with a slope of its own.
 WEIGHTED_QUERY_BIAS = parse(
-    "variant weighted(t: f32[B, H, Lq]) { score s + t[b, h, i] / (1.0 + abs(i - j)) }"
+    "variant weighted(t: f32[B, H, Lq]) { score s + 0.01 * t[b, h, i] * (i - j) mask j <= i }"
 )
 TEMPERATURE = parse("variant temperature(t: f32[H]) { score s * t[h] mask j <= i }")
 NUMBER = parse("variant number(t: float) { score s * t }")

@@ -397,15 +397,6 @@ def together(left, right):
 
 
 @gluon.jit
-def times(gradient, slope, MAY_BE_NAN: gl.constexpr):
-    """gradient * slope; 0 where nothing arrives at a slope that may be nan or infinite."""
-    if MAY_BE_NAN:
-        return chained(gradient, slope)
-    else:
-        return gradient * slope
-
-
-@gluon.jit
 def full_tile(t, turn, full_first, full_end):
     """The t-th full tile, the first one being `turn` tiles in.
 
