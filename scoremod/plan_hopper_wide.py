@@ -55,8 +55,8 @@ KERNELS = (KEYS, QUERIES)
 WIDTH = 256  # the padded head dim
 CONSUMERS = 2
 ROWS = 64  # keys or queries whose gradients a consumer has registers for, and columns of a step
-# Columns of scores whose slopes are in registers at a time, where rows are summed: of 64 ALiBi has
-# 123 accesses to spilled registers a tile, of 32 14, of 16 7; with a soft-cap behind it 33 and 50.
+# Columns of scores whose slopes are in registers at a time, where rows are summed: of 64 ALiBi had
+# 123 accesses to spilled registers a tile, of 32 14, and of 16 no fewer.
 PART = 32
 # Heads whose programs take turns: what they read stays in L2. Of 4, 2x8x8192x256 takes 3 % longer.
 HEADS_TOGETHER = 2

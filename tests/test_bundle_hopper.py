@@ -200,6 +200,40 @@ def test_wide_heads_have_two_kernels(
     assert trained(gpu, attn, captures_of(name), dim=192, deterministic=True) == WIDE
 
 
+@pytest.mark.parametrize(
+    ("variant", "captures", "kernel", "argument"),
+    [
+        (ALIBI, {"slopes": torch.zeros(2)}, "attention_bwd_queries", "row_sums"),
+        (
+            variants.forget_gate & variants.causal,
+            {"log_decay": torch.zeros(2, 2, 80)},
+            "attention_bwd_keys",
+            "ds_sums",
+        ),
+    ],
+    ids=["per query", "per key"],
+)
+def test_captures_of_wide_heads_learn_in_kernels_of_their_own(
+    variant: Variant,
+    captures: dict[str, torch.Tensor],
+    kernel: str,
+    argument: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    uncompiled(monkeypatch)
+    only_usual(monkeypatch)
+    path = built(tmp_path, variant, target="cuda:90", phase=("fwd", "bwd"), head_dim=192)
+    launches = [str(r["launch"]) for r in bundle.read(path).records if r["kernel"] == kernel]
+    assert [f"'{argument}'" in launch for launch in launches].count(True) * 2 == len(launches) > 0
+    gpu, attn = Gpu(monkeypatch, "cuda:90"), scoremod.load(path)
+    monkeypatch.setattr(attend_hopper.CACHE, "get_or_compile", lambda *_: pytest.fail("compiles"))
+    for learns in (False, True):
+        given = {n: x.clone().requires_grad_(learns) for n, x in captures.items()}
+        assert trained(gpu, attn, given, dim=192) == WIDE
+        assert all((x.grad is not None) == learns for x in given.values())
+
+
 def test_a_refusal_of_one_of_them_is_recorded_and_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

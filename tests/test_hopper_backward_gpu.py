@@ -427,10 +427,7 @@ WEIGHTED_QUERY_BIAS = parse(
 )
 TEMPERATURE = parse("variant temperature(t: f32[H]) { score s * t[h] mask j <= i }")
 NUMBER = parse("variant number(t: float) { score s * t }")
-BOTH = parse(
-    "variant both(t: f32[H], a: f32[H], u: f32[B, H, Lq])"
-    " { score s * t[h] - a[h] * (i - j) + u[b, h, i] mask j <= i }"
-)
+BOTH = parse("variant both(t: f32[H], a: f32[H]) { score s * t[h] - a[h] * (i - j) mask j <= i }")
 LEARNED_LOGS = parse("variant logs(t: f32[H]) { score s + t[h] * log(1.0 + (i - j)) mask j <= i }")
 LEARNED_GAPS = parse("variant gaps(t: f32[H]) { score s - t[h] * (i - j) mask j <= i - 50 }")
 CAPPED_ALIBI = variants.alibi.then(variants.softcap) & variants.causal
@@ -483,9 +480,7 @@ SLOPES: dict[str, Case] = {
     "temperatures, fp16": Case(TEMPERATURE, 190, 70, 160, dtype=f16, tables=drawn(t=(4,))),
     "a number": Case(NUMBER, 200, 333, 256, tables=drawn(t=())),
     "weighted, per query": Case(WEIGHTED_QUERY_BIAS, 300, 333, 256, tables=drawn(t=(2, 4, 300))),
-    "three together": Case(
-        BOTH, 333, 333, 256, kv_heads=2, tables=drawn(t=(4,), a=(4,), u=(2, 4, 333))
-    ),
+    "both together": Case(BOTH, 333, 333, 256, kv_heads=2, tables=drawn(t=(4,), a=(4,))),
     "logarithms": Case(LEARNED_LOGS, 300, 300, 256, tables=drawn(t=(4,))),
     "rows without keys": Case(LEARNED_GAPS, 300, 300, 256, tables=drawn(t=(4,))),
 }
