@@ -83,7 +83,7 @@ from .plan_hopper_backward import (
     slots_of,
     width_of,
 )
-from .plan_hopper_wide import WIDTH, is_added
+from .plan_hopper_wide import SUMS, WIDTH, is_added, summed_rows
 from .plan_triton import Options
 from .plan_triton_backward import DIAGONALS, DQ, PAIRS, learnable, reads_of
 from .ready import Ready, ready
@@ -110,8 +110,7 @@ def backward(
 def _gradients(call: Call, wanted: Wanted, kernels: Kernels | WideKernels) -> Gradients:
     found: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     by_read: dict[int, Tensor] = {}
-    rows = kernels.row_reads if isinstance(kernels, WideKernels) else ()
-    if wanted.q or wanted.k or wanted.v or rows or sums_keys(call):
+    if wanted.q or wanted.k or wanted.v or kernels.row_reads or sums_keys(call):
         if isinstance(kernels, WideKernels):
             found = backward_hopper_wide.tensor_gradients(call, kernels, wanted, by_read)
         else:
@@ -167,20 +166,16 @@ def ranks_bytes(program: Typed, inputs: Inputs) -> int:
     return 4 * batches * heads * -(-sizes.q_len // block_m) * -(-sizes.kv_len // BLOCK_N)
 
 
-def unlearned(program: Typed, reads: Sequence[Read], *, wide: bool = False) -> str:
+def unlearned(program: Typed, reads: Sequence[Read]) -> str:
     """Which captured gradient the portable dq, dk and dv kernels sum as well; "" for none.
 
-    What is added to all scores of a query or of a key, times a number, is summed here, and where
-    heads are wide all that is read per query.
+    All that is read per query is summed here, and what is added to all scores of a key, times a
+    number.
     """
     for read in reads:
-        here = is_added(program, read) or (wide and read.pattern is Pattern.ROW)
-        if read.pattern in _LINE and not here:
-            return f"the gradient of `{read.capture}` is summed per {_LINE[read.pattern]}"
+        if read.pattern is Pattern.COLUMN and not is_added(program, read):
+            return f"the gradient of `{read.capture}` is summed per key"
     return ""
-
-
-_LINE = {Pattern.ROW: "query", Pattern.COLUMN: "key"}
 
 
 def possible_reads(program: Typed, chosen: Options) -> tuple[Read, ...]:
@@ -201,6 +196,8 @@ class Kernels:
     rows: Ready
     main: Ready
     finish: Ready
+    row_reads: tuple[int, ...] = ()  # reads per query that another kernel sums
+    sums: Ready | None = None
 
 
 # What calls launch, by their kind and whether they repeat; None where the portable kernels run.
@@ -217,8 +214,7 @@ def kernels_of(call: Call) -> Kernels | WideKernels | None:
 
 def fits(call: Call) -> bool:
     """Whether a kernel of this backward may serve a call, so far as is known without compiling."""
-    wide = is_wide(call.options)
-    return not (unfit(call.program, call.inputs) or unlearned(call.program, call.reads, wide=wide))
+    return not (unfit(call.program, call.inputs) or unlearned(call.program, call.reads))
 
 
 def launched(call: Call) -> Kernels | WideKernels:
@@ -237,14 +233,23 @@ def around(call: Call, made: Ready) -> Kernels:
         rows_kernel(call, made.block_m, ordered=call.inputs.must_repeat),
         made,
         finish_kernel(call, made.block_m, made.constants["DQ_COLUMNS"]),
+        tuple(summed_rows(call.program, call.reads)),
+        sums_kernel(call),
     )
+
+
+def sums_kernel(call: Call) -> Ready | None:
+    """The kernel that sums for what is read per query, where that learns: the main one cannot."""
+    if not summed_rows(call.program, call.reads):
+        return None
+    return backward_hopper_wide.main(call, SUMS)
 
 
 def refusal(call: Call) -> str:
     """Why a call that fits has no main kernel, which is compiled to know it; "" if it has one."""
     if is_wide(call.options):
         return _why_none(lambda: backward_hopper_wide.kernels(call))
-    return _why_none(lambda: main(call))
+    return _why_none(lambda: (main(call), sums_kernel(call)))
 
 
 def _why_none(find: Callable[[], object]) -> str:
@@ -365,7 +370,7 @@ def source(plan: HopperBackwardPlan) -> str:
 
 
 def sources(program: Typed, chosen: Options, target: Target) -> list[str]:
-    """The texts of the three kernels, in their order.
+    """The texts of the three kernels, in their order, and of one that sums where captures learn.
 
     Of the main one the configuration that was compiled, else the one that is tried first.
     """
@@ -377,7 +382,8 @@ def sources(program: Typed, chosen: Options, target: Target) -> list[str]:
     block_m = plan.config.block_m
     first = rows_plan(chosen, target, block_m, has_grad_lse=False)
     last = finish_plan(chosen, target, block_m, plan.dq_columns)
-    return [small_source(first), source(plan), small_source(last)]
+    summing = backward_hopper_wide.sums_sources(program, chosen, target)
+    return [small_source(first), source(plan), *summing, small_source(last)]
 
 
 # -- configurations that were measured ---------------------------------------------------------
@@ -448,6 +454,9 @@ def tensor_gradients(
     programs = -(-kv_len // kernel.block_n) * batch * kv_heads
     kernel.run(programs, arguments(call, kernels, scratch, do, (dq, dk, dv)))
     settle_keys(call, scratch.ds_sums, by_read)
+    if kernels.sums is not None:
+        rows = scratch.rows, kernel.block_m
+        backward_hopper_wide.add_row_sums(call, kernels.sums, kernels.row_reads, do, rows, by_read)
     finish(call, kernels.finish, scratch, dq, kernel.block_m)
     return dq, over_batch(dk, k), over_batch(dv, v)
 

@@ -1,5 +1,6 @@
 """Run the Hopper backward of head dims above 128: one kernel of dk and dv, one of dq.
 
+And what is summed of each query at head dims up to 128, for gradients of slopes or temperatures.
 Each program owns what it sums, so that nothing is added up in memory, and gradients are the same
 bits in each run.
 """
@@ -45,6 +46,7 @@ from .plan_hopper_wide import (
     KEYS,
     QUERIES,
     ROWS,
+    SUMS,
     WIDTH,
     WidePlan,
     summed_rows,
@@ -114,7 +116,7 @@ def learned_in(
 ) -> tuple[Learned, ...]:
     """What learns, if a kernel sums anything for it; else one serves all calls."""
     reads = reads_of(program, learned, offset_per_batch=chosen.offset_per_batch)
-    return learned if kernel == QUERIES and summed_rows(program, reads) else ()
+    return learned if kernel in (QUERIES, SUMS) and summed_rows(program, reads) else ()
 
 
 def wide_key(
@@ -138,10 +140,15 @@ def found(
 def known_refusal(
     program: Typed, chosen: Options, target: Target, learned: tuple[Learned, ...] = ()
 ) -> str:
-    """Why there is no kernel, without compiling: "" where there is, or nothing was tried so far."""
-    for kernel in KERNELS:
+    """Why there is no kernel, without compiling: "" where there is, or nothing was tried so far.
+
+    Of head dims up to 128 that of the kernel that sums, where something asks for it.
+    """
+    for kernel in KERNELS if is_wide(chosen) else (SUMS,):
         mine = of_options(kernel, program, chosen)
         asked = learned_in(kernel, program, mine, learned)
+        if kernel == SUMS and not asked:
+            continue
         if program.bundle:
             try:
                 found(kernel, program, mine, target, asked)
@@ -200,6 +207,13 @@ def sources(program: Typed, chosen: Options, target: Target) -> list[str]:
     return [small_source(first), *map(source, made)]
 
 
+def sums_sources(program: Typed, chosen: Options, target: Target) -> list[str]:
+    """The text of the kernel that sums for what can be learned per query, if anything can."""
+    mine = of_options(SUMS, program, chosen)
+    learned = learned_in(SUMS, program, mine, learnable(program))
+    return [source(wide_plan(SUMS, program, mine, target, learned))] if learned else []
+
+
 # -- the call ----------------------------------------------------------------------------------
 
 
@@ -228,6 +242,24 @@ def tensor_gradients(
         made.queries.run(programs, values)
         by_read |= settled_rows(call, made.row_reads, sums)
     return dq, dk, dv
+
+
+def add_row_sums(
+    call: Call,
+    kernel: Ready,
+    numbers: tuple[int, ...],
+    do: Tensor,
+    rows: tuple[Tensor, int],
+    by_read: dict[int, Tensor],
+) -> None:
+    """The gradients of reads per query, by a kernel of their own; row values come in tiles."""
+    values, row_tile = rows
+    batch, q_heads, q_len, _ = call.inputs.q.shape
+    sums = row_sums(call, len(numbers))
+    given = arguments(call, SUMS, kernel, (do, values), ())
+    programs = -(-q_len // kernel.block_m) * batch * q_heads
+    kernel.run(programs, [*given, sums, sums.stride(0), row_tile])
+    by_read |= settled_rows(call, numbers, sums)
 
 
 def scratch_of(call: Call) -> Scratch:

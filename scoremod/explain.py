@@ -140,9 +140,7 @@ def _hopper_backward(program: Typed, chosen: Options, target: Target, unfit: str
         lines.append("  dq       summed in float32 for a few heads at a time")
     if chosen.deterministic:
         lines.append("  dq       the same bits in each run: kv tiles add to it in turns")
-    learned = backward_hopper.unlearned(program, backward_hopper.possible_reads(program, chosen))
-    if learned:
-        lines.append(f"  backward portable with learned captures: {learned}")
+    lines += _unlearned(program, chosen, target)
     if kernel is None:
         return [*lines, _UNTRIED]
     return lines + [f"  tried    {note}" for note in kernel.notes]
@@ -160,17 +158,17 @@ def _wide_backward(program: Typed, chosen: Options, target: Target) -> list[str]
         f"  backward dq in another: {plans[QUERIES]}",
         "  dq       the same bits in each run: each program sums that of its own queries",
     ]
-    if learned := _unlearned(program, chosen, target):
-        lines.append(f"  backward portable with learned captures: {learned}")
+    lines += _unlearned(program, chosen, target)
     kernels = (wide.found(kernel, program, mine[kernel], target) for kernel in KERNELS)
     return lines if all(kernels) else [*lines, _UNTRIED]
 
 
-def _unlearned(program: Typed, chosen: Options, target: Target) -> str:
-    """Why the portable backward serves wide heads where all learns that can; "" if it does not."""
+def _unlearned(program: Typed, chosen: Options, target: Target) -> list[str]:
+    """Why the portable backward runs where all learns that can, if it does."""
     reads = backward_hopper.possible_reads(program, chosen)
-    unlearned = backward_hopper.unlearned(program, reads, wide=True)
-    return unlearned or wide.known_refusal(program, chosen, target, learnable(program))
+    reason = backward_hopper.unlearned(program, reads)
+    reason = reason or wide.known_refusal(program, chosen, target, learnable(program))
+    return [f"  backward portable with learned captures: {reason}"] if reason else []
 
 
 def explain_hopper(plan: HopperPlan) -> list[str]:

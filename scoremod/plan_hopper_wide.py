@@ -52,6 +52,7 @@ from .target import Target
 
 KEYS, QUERIES = "attention_bwd_keys", "attention_bwd_queries"
 KERNELS = (KEYS, QUERIES)
+SUMS = "attention_bwd_sums"
 WIDTH = 256  # the padded head dim
 CONSUMERS = 2
 ROWS = 64  # keys or queries whose gradients a consumer has registers for, and columns of a step
@@ -62,7 +63,7 @@ PART = 32
 HEADS_TOGETHER = 2
 # Stages of q and of do in the kernel of the keys, of k and of v in that of the queries: as many as
 # shared memory has room for.
-STAGES = {KEYS: (3, 2), QUERIES: (2, 1)}
+STAGES = {KEYS: (3, 2), QUERIES: (2, 1), SUMS: (3, 3)}
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ _KV_SEGMENTS = (
 _SAID = {
     KEYS: "read_number(said.index(step % SAID))",
     QUERIES: "read_number(said.index(t % STAGES))",
+    SUMS: "read_number(said.index(t % SAID))",
 }
 
 
@@ -214,6 +216,16 @@ class WidePlan(GradientReader):
         return ", heads, ds_sums, sizes" if self.options.sums_keys else ""
 
     @property
+    def said(self) -> int:
+        """Numbers of tiles that are kept where scores are computed a step ahead."""
+        return 2 * self.stages
+
+    @property
+    def said_place(self) -> str:
+        """Where the number of the t-th tile is left."""
+        return "t % SAID" if self.kernel == SUMS else "slot"
+
+    @property
     def part(self) -> int:
         return PART
 
@@ -268,7 +280,7 @@ class WidePlan(GradientReader):
     @property
     def tensor_maps(self) -> tuple[TensorMap, ...]:
         element = POINTER_TYPE[self.options.dtype].removeprefix("*")
-        made = ("dk", "dv") if self.kernel == KEYS else ("dq",)
+        made = {KEYS: ("dk", "dv"), QUERIES: ("dq",), SUMS: ()}[self.kernel]
         widths = {"v": self.held} if self.kernel == KEYS else {}
         return tuple(
             TensorMap(name, element, ROWS, widths.get(name, self.block_d))
@@ -298,7 +310,7 @@ def wide_plan(
     """Decide one of the two kernels; that of the queries sums what `learned` asks for."""
     program = with_kernel_names(program, "triton", "hopper")
     by_s = d_ds(program.given_score)
-    mine = _row_reads(program, options, learned) if kernel == QUERIES else []
+    mine = _row_reads(program, options, learned) if kernel != KEYS else []
     score, results = score_function(program, by_s, mine)
     mask, queries, keys = program.mask_function, None, None
     if mask is not None and not options.stored:
@@ -338,6 +350,7 @@ def wide_plan(
             *shared_arguments(program.params, options),
             *(structure_places() if options.stored else ()),
             *((Argument("row_sums", "*fp32"), Argument("row_sums_stride", "i64")) if mine else ()),
+            *([Argument("row_tile", "i32")] if kernel == SUMS else []),
             *([Argument("ds_sums", "*fp32")] if options.sums_keys else []),
         ),
         block_d=width_of(options),
@@ -353,4 +366,8 @@ def _row_reads(
     return [(n, reads[n]) for n in summed_rows(program, reads)]
 
 
-TITLE_OF = {KEYS: "Gradients of k and v", QUERIES: "Gradient of q"}
+TITLE_OF = {
+    KEYS: "Gradients of k and v",
+    QUERIES: "Gradient of q",
+    SUMS: "Sums per query",
+}
