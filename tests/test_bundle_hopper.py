@@ -105,8 +105,16 @@ def test_the_portable_backward_serves_the_rest(
 ) -> None:
     gpu, attn = Gpu(monkeypatch, "cuda:90"), scoremod.load(bundles["range"])
     assert trained(gpu, attn, captures_of("range"), deterministic=True) == PORTABLE
+
+
+def test_slopes_learn_in_a_kernel_of_their_own(
+    bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, attn = Gpu(monkeypatch, "cuda:90"), scoremod.load(bundles["range"])
     slopes = torch.zeros(2, requires_grad=True)
-    assert trained(gpu, attn, {"slopes": slopes}) == PORTABLE and slopes.grad is not None
+    rows, main, finish = OURS
+    assert trained(gpu, attn, {"slopes": slopes}) == [rows, main, "attention_bwd_sums", finish]
+    assert slopes.grad is not None
 
 
 def test_large_tensors_have_kernels_around_whatever_the_main_one_is(
@@ -241,8 +249,8 @@ def test_a_refusal_of_one_of_them_is_recorded_and_followed(
     only_usual(monkeypatch)
     made = backward_hopper_wide.compile_wide
 
-    def refuse_one(kernel: str, *rest: Any) -> Kernel:
-        return refuse() if kernel == "attention_bwd_queries" else made(kernel, *rest)
+    def refuse_one(kernel: str, *rest: Any, **more: Any) -> Kernel:
+        return refuse() if kernel == "attention_bwd_queries" else made(kernel, *rest, **more)
 
     monkeypatch.setattr(backward_hopper_wide, "compile_wide", refuse_one)
     path = built(tmp_path, variants.causal, target="cuda:90", phase=("fwd", "bwd"), head_dim=192)
@@ -308,9 +316,12 @@ def test_kernels_that_no_call_would_reach_are_not_compiled(
     uncompiled(monkeypatch)
     only_usual(monkeypatch)
     assert kernels_of(variants.causal, tmp_path / "f32", dtype="f32") == []
-    # A number's gradient is summed beside dq, dk and dv: by the portable kernels.
+    # A number that learns is a tensor.
     found = kernels_of(variants.softcap, tmp_path / "softcap")
-    assert [x for x in found if x[0] == "hopper_bwd"] == [("hopper_bwd", "usual", "float")]
+    assert [x[1:] for x in found if x[0] == "hopper_bwd"] == [
+        ("usual", "0-d f32"),
+        ("usual", "float"),
+    ]
 
 
 # -- compiled ----------------------------------------------------------------------------------

@@ -496,7 +496,7 @@ SLOPES |= {
         ("slopes, documents", 64),
         ("temperatures", 96),
         ("temperatures, fp16", 64),
-        ("weighted, per query", 128),
+        ("weighted, per query", 64),
         ("slopes, capped", 64),
         ("rows without keys", 64),
     )

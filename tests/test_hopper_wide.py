@@ -105,7 +105,7 @@ CAPPED_ALIBI = variants.alibi.then(variants.softcap) & variants.causal
 )
 def test_all_that_is_read_per_query_learns_here(variant: Variant, words: str) -> None:
     reads = backward_hopper.possible_reads(program(variant), options(192))
-    assert reads and backward_hopper.unlearned(program(variant), reads, wide=True) == words
+    assert reads and backward_hopper.unlearned(program(variant), reads) == words
 
 
 def test_rows_are_summed_where_somebody_learns_of_it_alone() -> None:
