@@ -6,6 +6,7 @@ in memory.
 
     keys     a program owns 64 keys: one consumer computes p and sums dv, the other sums dk
     queries  a program owns 128 queries: each consumer sums dq of 64
+    sums     the same without dq, for the captures of narrower heads
 
 Where something that is read per query learns, the second sums what its gradient takes as well, and
 the first what is added per key.

@@ -37,7 +37,7 @@ from scoremod.cache import Cache
 from scoremod.errors import BackendUnavailable
 from scoremod.gradients import Result, Wanted
 from scoremod.hopper_rows import Scratch
-from scoremod.plan_hopper_wide import KERNELS, KEYS, QUERIES, WidePlan, wide_plan
+from scoremod.plan_hopper_wide import KERNELS, KEYS, QUERIES, SUMS, WidePlan, wide_plan
 from scoremod.plan_triton_backward import Learned, learnable
 from scoremod.ready import Ready
 
@@ -278,6 +278,42 @@ def test_kernels_compile_as_they_were_meant(
         assert spills <= 20 and made.shared <= H200.shared and made.num_warps == 12
         maps = len(plan(kernel).tensor_maps)
         assert [m.element for m in made.tensor_maps][:maps] == ["bf16"] * maps
+
+
+def summing(kernel: str, name: str, head_dim: int) -> tuple[int, int, int]:
+    """Sums of a kernel in which all learns that can, and the most spills in one of its loops."""
+    known = program({**FIVE, "capped": CAPPED_ALIBI}[name])
+    chosen = wide.of_options(kernel, known, options(head_dim))
+    made = wide.compile_wide(kernel, known, chosen, H200, learnable(known))
+    sums = len(wide_plan(kernel, known, chosen, H200, learnable(known)).sums)
+    return sums, spills_in_loops(made.image), made.shared
+
+
+def test_a_kernel_of_sums_compiles_as_it_was_meant(
+    apart: Callable[..., Any],  # noqa: F811
+) -> None:
+    sums, spills, shared = apart(summing, SUMS, "alibi", 128)
+    assert (sums, spills) == (1, 0) and shared <= H200.shared
+
+
+@pytest.mark.compile_all
+@pytest.mark.parametrize("kernel", [QUERIES, SUMS])
+@pytest.mark.parametrize("name", ["alibi", "softcap", "capped"])
+def test_kernels_that_sum_compile_as_they_were_meant(
+    apart: Callable[..., Any],  # noqa: F811
+    name: str,
+    kernel: str,
+) -> None:
+    sums, spills, _ = apart(summing, kernel, name, 256 if kernel == QUERIES else 128)
+    assert sums and spills <= (SPILLS if kernel == QUERIES else 0)
+
+
+def test_numbers_of_tiles_are_kept_until_they_were_looked_at() -> None:
+    """Of a structure, scores are a step ahead of what looks at the number: twice the stages."""
+    made = plan(SUMS, DOCUMENTS)
+    text = wide.source(made)
+    assert f"SAID = gl.constexpr({2 * made.stages})" in text
+    assert text.count("said.index(t % SAID)") == 1 + len(made.kv_segments)
 
 
 @pytest.mark.compile_all
