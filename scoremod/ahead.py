@@ -35,7 +35,7 @@ from .ir.ops import Op, Type
 from .passes.patterns import Read
 from .plan import Param, Typed, assumed_params, typed
 from .plan_hopper_backward import finish_plan, rows_plan
-from .plan_hopper_wide import KERNELS, KEYS, ROWS
+from .plan_hopper_wide import KERNELS, KEYS, ROWS, SUMS
 from .plan_structure import structure_plan
 from .plan_triton import ELEMENT_BYTES, Options
 from .plan_triton_backward import (
@@ -388,18 +388,16 @@ def _backward(job: Job, shelf: Shelf) -> Iterator[Item]:
                 yield from _structure(job, shelf, mine, made, transposed=kernel == DKDV)
     yield from _places(job, shelf, reads)
     if attend_hopper.is_hopper(target) and not _unfit_for_hoppers_backward(job, reads):
-        if is_wide(chosen):
-            yield from _wide_backward(job, shelf)
-            return
-        yield from _hopper_backward(job, shelf, sums_keys=False)
+        backward = _wide_backward if is_wide(chosen) else _hopper_backward
+        yield from backward(job, shelf, sums_keys=False)
         if any(KERNEL_OF[read.pattern] == DKDV for read in reads):
-            yield from _hopper_backward(job, shelf, sums_keys=True)
+            yield from backward(job, shelf, sums_keys=True)
 
 
 def _unfit_for_hoppers_backward(job: Job, reads: Sequence[Read]) -> bool:
     chosen = job.options
     shape = (chosen.dtype, chosen.head_dim, chosen.v_head_dim)
-    unlearned = backward_hopper.unlearned(job.program, reads, wide=is_wide(chosen))
+    unlearned = backward_hopper.unlearned(job.program, reads)
     return bool(backward_hopper.unfit_shape(*shape) or unlearned)
 
 
@@ -417,6 +415,7 @@ def _hopper_backward(job: Job, shelf: Shelf, *, sums_keys: bool) -> Iterator[Ite
         yield from _around(job, shelf, dict(item.result.constants))
         if chosen.stored:
             yield from _structure(job, shelf, chosen, item.result, transposed=True)
+    yield from _wide(job, shelf, SUMS, job.options)
 
 
 def _around(job: Job, shelf: Shelf, tile: Mapping[str, int]) -> Iterator[Item]:
@@ -440,19 +439,28 @@ def _rows(job: Job, shelf: Shelf, block_m: int) -> Iterator[Item]:
             yield Item(what, job.target, job.call, hopper_rows.compile_small(plan))
 
 
-def _wide_backward(job: Job, shelf: Shelf) -> Iterator[Item]:
+def _wide_backward(job: Job, shelf: Shelf, *, sums_keys: bool) -> Iterator[Item]:
     """Hopper's kernels of wide heads, or why there are none."""
     for kernel in KERNELS:
-        chosen = wide.of_options(kernel, job.program, job.options)
-        what = wide.wide_key(kernel, job.program, chosen)
-        item = shelf.items.get(Kind.of(what, job.target))
-        if item is None:
-            result = _or_why_not(partial(wide.compile_wide, kernel), job, chosen)
-            item = Item(what, job.target, job.call, result)
-            yield item
-        if chosen.stored and isinstance(item.result, Kernel):
-            yield from _structure(job, shelf, chosen, item.result, transposed=kernel == KEYS)
+        yield from _wide(job, shelf, kernel, replace(job.options, sums_keys=sums_keys))
     yield from _rows(job, shelf, ROWS)
+
+
+def _wide(job: Job, shelf: Shelf, kernel: str, given: Options) -> Iterator[Item]:
+    """One of them, or for other heads what is summed of each query where something learns of it."""
+    assert job.learned is not None
+    chosen = wide.of_options(kernel, job.program, given)
+    asked = wide.learned_in(kernel, job.program, chosen, job.learned)
+    if kernel == SUMS and not asked:
+        return
+    what = wide.wide_key(kernel, job.program, chosen, asked)
+    item = shelf.items.get(Kind.of(what, job.target))
+    if item is None:
+        result = _or_why_not(partial(wide.compile_wide, kernel, learned=asked), job, chosen)
+        item = Item(what, job.target, job.call, result)
+        yield item
+    if chosen.stored and isinstance(item.result, Kernel):
+        yield from _structure(job, shelf, chosen, item.result, transposed=kernel == KEYS)
 
 
 def _places(job: Job, shelf: Shelf, reads: Sequence[Read]) -> Iterator[Item]:

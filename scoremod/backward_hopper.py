@@ -33,7 +33,6 @@ from .backward_triton import (
     nothing,
     over_batch,
     row_values,
-    settled,
     sum_others,
 )
 from .binding import ELEMENT_OF, Bound
@@ -46,19 +45,21 @@ from .hopper_rows import (
     Scratch,
     as_copyable,
     indifferent,
+    key_sums,
     kv_heads_of,
     look_at_rows,
     not_interpreted,
     q_tiles_of,
     rows_kernel,
+    settle,
+    settle_keys,
     small_kernel,
     small_options,
     small_source,
+    sums_keys,
 )
 from .inputs import Inputs, empty_like_q, shared_values
-from .ir.expr import ONE
 from .launch import device as gpu
-from .passes.derivative import d_ds
 from .passes.patterns import Pattern, Read
 from .plan import Typed
 from .plan_hopper import padded
@@ -82,9 +83,9 @@ from .plan_hopper_backward import (
     slots_of,
     width_of,
 )
-from .plan_hopper_wide import WIDTH
+from .plan_hopper_wide import SUMS, WIDTH, is_added, summed_rows
 from .plan_triton import Options
-from .plan_triton_backward import DIAGONALS, DKDV, DQ, PAIRS, learnable, reads_of
+from .plan_triton_backward import DIAGONALS, DQ, PAIRS, learnable, reads_of
 from .ready import Ready, ready
 from .render import render
 from .structure import Sizes, Stored, differing
@@ -110,9 +111,9 @@ def gradients_of(call: Call, wanted: Wanted, kernels: Kernels | WideKernels) -> 
     """The gradients of a call that has pairs."""
     found: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     by_read: dict[int, Tensor] = {}
-    if wanted.q or wanted.k or wanted.v or call.reads_in(DKDV):
+    if wanted.q or wanted.k or wanted.v or kernels.row_reads or sums_keys(call):
         if isinstance(kernels, WideKernels):
-            found = backward_hopper_wide.tensor_gradients(call, kernels, wanted)
+            found = backward_hopper_wide.tensor_gradients(call, kernels, wanted, by_read)
         else:
             found = tensor_gradients(call, kernels, by_read)
     sum_rows(call, by_read)
@@ -166,21 +167,16 @@ def ranks_bytes(program: Typed, inputs: Inputs) -> int:
     return 4 * batches * heads * -(-sizes.q_len // block_m) * -(-sizes.kv_len // BLOCK_N)
 
 
-def unlearned(program: Typed, reads: Sequence[Read], *, wide: bool = False) -> str:
+def unlearned(program: Typed, reads: Sequence[Read]) -> str:
     """Which captured gradient the portable dq, dk and dv kernels sum as well; "" for none.
 
-    What is added to all scores of a query or of a key, times a number, is summed here; per key not
-    where heads are wide.
+    All that is read per query is summed here, and what is added to all scores of a key, times a
+    number.
     """
-    added = d_ds(program.given_score) == ONE
     for read in reads:
-        summed = added and read.slope.is_const and not (wide and read.pattern is Pattern.COLUMN)
-        if read.pattern in _LINE and not summed:
-            return f"the gradient of `{read.capture}` is summed per {_LINE[read.pattern]}"
+        if read.pattern is Pattern.COLUMN and not is_added(program, read):
+            return f"the gradient of `{read.capture}` is summed per key"
     return ""
-
-
-_LINE = {Pattern.ROW: "query", Pattern.COLUMN: "key"}
 
 
 def possible_reads(program: Typed, chosen: Options) -> tuple[Read, ...]:
@@ -201,6 +197,8 @@ class Kernels:
     rows: Ready
     main: Ready
     finish: Ready
+    row_reads: tuple[int, ...] = ()  # reads per query that another kernel sums
+    sums: Ready | None = None
 
 
 # What calls launch, by their kind and whether they repeat; None where the portable kernels run.
@@ -217,8 +215,7 @@ def kernels_of(call: Call) -> Kernels | WideKernels | None:
 
 def fits(call: Call) -> bool:
     """Whether a kernel of this backward may serve a call, so far as is known without compiling."""
-    wide = is_wide(call.options)
-    return not (unfit(call.program, call.inputs) or unlearned(call.program, call.reads, wide=wide))
+    return not (unfit(call.program, call.inputs) or unlearned(call.program, call.reads))
 
 
 def launched(call: Call) -> Kernels | WideKernels:
@@ -237,14 +234,23 @@ def around(call: Call, made: Ready) -> Kernels:
         rows_kernel(call, made.block_m, ordered=call.inputs.must_repeat),
         made,
         finish_kernel(call, made.block_m, made.constants["DQ_COLUMNS"]),
+        tuple(summed_rows(call.program, call.reads)),
+        sums_kernel(call),
     )
+
+
+def sums_kernel(call: Call) -> Ready | None:
+    """The kernel that sums for what is read per query, where that learns: the main one cannot."""
+    if not summed_rows(call.program, call.reads):
+        return None
+    return backward_hopper_wide.main(call, SUMS)
 
 
 def refusal(call: Call) -> str:
     """Why a call that fits has no main kernel, which is compiled to know it; "" if it has one."""
     if is_wide(call.options):
         return _why_none(lambda: backward_hopper_wide.kernels(call))
-    return _why_none(lambda: main(call))
+    return _why_none(lambda: (main(call), sums_kernel(call)))
 
 
 def _why_none(find: Callable[[], object]) -> str:
@@ -289,11 +295,6 @@ def options_of(call: Call) -> Options:
     repeats, summed = call.inputs.must_repeat, sums_keys(call)
     chosen = replace(call.options, deterministic=repeats, sums_keys=summed)
     return of_options(call.program, chosen)
-
-
-def sums_keys(call: Call) -> bool:
-    """Whether something that is read per key learns."""
-    return bool(call.reads_in(DKDV))
 
 
 def main(call: Call) -> Ready:
@@ -370,7 +371,7 @@ def source(plan: HopperBackwardPlan) -> str:
 
 
 def sources(program: Typed, chosen: Options, target: Target) -> list[str]:
-    """The texts of the three kernels, in their order.
+    """The texts of the three kernels, in their order, and of one that sums where captures learn.
 
     Of the main one the configuration that was compiled, else the one that is tried first.
     """
@@ -382,7 +383,8 @@ def sources(program: Typed, chosen: Options, target: Target) -> list[str]:
     block_m = plan.config.block_m
     first = rows_plan(chosen, target, block_m, has_grad_lse=False)
     last = finish_plan(chosen, target, block_m, plan.dq_columns)
-    return [small_source(first), source(plan), small_source(last)]
+    summing = backward_hopper_wide.sums_sources(program, chosen, target)
+    return [small_source(first), source(plan), *summing, small_source(last)]
 
 
 # -- configurations that were measured ---------------------------------------------------------
@@ -452,26 +454,21 @@ def tensor_gradients(
     dk, dv = (empty_like_q(x.expand(batch, -1, -1, -1), x.shape[3]) for x in (k, v))
     programs = -(-kv_len // kernel.block_n) * batch * kv_heads
     kernel.run(programs, arguments(call, kernels, scratch, do, (dq, dk, dv)))
-    for ds_sums in scratch.ds_sums:
-        settle(call, DKDV, ds_sums, Line(Pattern.COLUMN, kv_len), by_read)
+    settle_keys(call, scratch.ds_sums, by_read)
+    if kernels.sums is not None:
+        rows = scratch.rows, kernel.block_m
+        backward_hopper_wide.add_row_sums(call, kernels.sums, kernels.row_reads, do, rows, by_read)
     finish(call, kernels.finish, scratch, dq, kernel.block_m)
     return dq, over_batch(dk, k), over_batch(dv, v)
 
 
 def sum_rows(call: Call, by_read: dict[int, Tensor]) -> None:
     """Gradients of what is added to a query's scores, whose ds add up to its LSE's gradient."""
-    if call.reads_in(DQ):
+    if any(n not in by_read for n in call.reads_in(DQ)):
         grad_lse, lse = call.result.grad_lse, call.result.lse
         sums = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(torch.float32)
         sums = torch.where(lse == -torch.inf, 0.0, sums)
         settle(call, DQ, sums, Line(Pattern.ROW, lse.shape[2]), by_read)
-
-
-def settle(call: Call, kernel: str, sums: Tensor, line: Line, by_read: dict[int, Tensor]) -> None:
-    """The gradients of reads along a line, of the sums of ds [B, Hq, length] that all share."""
-    for n in call.reads_in(kernel):
-        factor = call.reads[n].slope.attr
-        by_read[n] = settled(call, n, sums * factor, line)
 
 
 def slots_of_call(call: Call, kernel: Ready) -> int:
@@ -512,14 +509,13 @@ def scratch_of(call: Call, block_m: int, slots: int) -> Scratch:
     floats: dict[str, Any] = {"dtype": torch.float32, "device": call.device}
     ints: dict[str, Any] = {"dtype": torch.int32, "device": call.device}
     sums = tiles // heads * slots * block_m * width_of(call.options)
-    keys = (*call.heads, call.inputs.k.shape[2])
     return Scratch(
         torch.empty(tiles * 2 * block_m, **floats),
         torch.empty(sums // 256, 256, **floats),
         slots,
         torch.empty(counts_of(heads), **ints),
         (torch.empty(tiles, **ints),) if call.inputs.must_repeat else (),
-        (torch.empty(keys, **floats),) if sums_keys(call) else (),
+        key_sums(call),
     )
 
 

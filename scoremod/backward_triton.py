@@ -547,15 +547,24 @@ def query_gradient(call: Call, rows: Tensor, by_read: dict[int, Tensor]) -> Tens
     kernel, mine = kernel_of(call, DQ), call.reads_in(DQ)
     dq = empty_like_q(q, q.shape[3])
     # Of each read the sums and their weights, and of each row what is left over.
-    sums = _line_sums(call, 2 * len(mine) + 1 if mine else 0, q.shape[2])
+    sums = row_sums(call, len(mine))
     values = _values(call, rows, (dq,), sums)
     values += _structure(call, DQ, kernel)
     kernel.run(-(-q.shape[2] // kernel.block_m) * q.shape[0] * q.shape[1], values)
-    line = Line(Pattern.ROW, q.shape[2])
-    by_read |= {
-        n: settled(call, n, x, line) for n, x in zip(mine, _evened(call, sums), strict=True)
-    }
+    by_read |= settled_rows(call, mine, sums)
     return dq
+
+
+def settled_rows(call: Call, numbers: Sequence[int], sums: Tensor) -> dict[int, Tensor]:
+    """The gradients of reads per query from what a kernel summed of each row."""
+    line = Line(Pattern.ROW, call.inputs.q.shape[2])
+    evened = _evened(call, sums)
+    return {n: settled(call, n, x, line) for n, x in zip(numbers, evened, strict=True)}
+
+
+def row_sums(call: Call, number: int) -> Tensor:
+    """Room for what is summed of each row for so many reads: what `settled_rows` takes."""
+    return _line_sums(call, 2 * number + 1 if number else 0, call.inputs.q.shape[2])
 
 
 def _evened(call: Call, sums: Tensor) -> Tensor:

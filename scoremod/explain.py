@@ -21,6 +21,7 @@ from .plan import Param, Typed
 from .plan_hopper import HopperPlan
 from .plan_hopper_wide import KERNELS, KEYS, QUERIES, wide_plan
 from .plan_triton import Options, TritonPlan, triton_plan
+from .plan_triton_backward import learnable
 from .target import INTERPRETER, Target
 from .variant import Program
 
@@ -139,9 +140,7 @@ def _hopper_backward(program: Typed, chosen: Options, target: Target, unfit: str
         lines.append("  dq       summed in float32 for a few heads at a time")
     if chosen.deterministic:
         lines.append("  dq       the same bits in each run: kv tiles add to it in turns")
-    learned = backward_hopper.unlearned(program, backward_hopper.possible_reads(program, chosen))
-    if learned:
-        lines.append(f"  backward portable with learned captures: {learned}")
+    lines += _unlearned(program, chosen, target)
     if kernel is None:
         return [*lines, _UNTRIED]
     return lines + [f"  tried    {note}" for note in kernel.notes]
@@ -159,11 +158,17 @@ def _wide_backward(program: Typed, chosen: Options, target: Target) -> list[str]
         f"  backward dq in another: {plans[QUERIES]}",
         "  dq       the same bits in each run: each program sums that of its own queries",
     ]
-    reads = backward_hopper.possible_reads(program, chosen)
-    if learned := backward_hopper.unlearned(program, reads, wide=True):
-        lines.append(f"  backward portable with learned captures: {learned}")
+    lines += _unlearned(program, chosen, target)
     kernels = (wide.found(kernel, program, mine[kernel], target) for kernel in KERNELS)
     return lines if all(kernels) else [*lines, _UNTRIED]
+
+
+def _unlearned(program: Typed, chosen: Options, target: Target) -> list[str]:
+    """Why the portable backward runs where all learns that can, if it does."""
+    reads = backward_hopper.possible_reads(program, chosen)
+    reason = backward_hopper.unlearned(program, reads)
+    reason = reason or wide.known_refusal(program, chosen, target, learnable(program))
+    return [f"  backward portable with learned captures: {reason}"] if reason else []
 
 
 def explain_hopper(plan: HopperPlan) -> list[str]:

@@ -14,12 +14,14 @@ import torch
 from .attend_hopper import copyable
 from .backends.compile_triton import Kernel, compile_kernel
 from .backends.hopper import WITHOUT_PRODUCTS
-from .backward_triton import Call
+from .backward_triton import Call, Line, settled
 from .errors import BackendUnavailable
 from .ir.capture import Kind
+from .passes.patterns import Pattern
 from .plan import Typed
 from .plan_hopper_backward import ROWS, SmallPlan, counts_of, rows_plan
 from .plan_triton import Options, wide_scalars
+from .plan_triton_backward import DKDV
 from .ready import Interpreted, Ready, ready
 from .render import render
 from .target import INTERPRETER, Target
@@ -152,6 +154,36 @@ def q_tiles_of(call: Call, block_m: int) -> int:
     """How many q tiles there are, of all heads."""
     batch, q_heads, q_len, _ = call.inputs.q.shape
     return -(-q_len // block_m) * batch * q_heads
+
+
+def sums_keys(call: Call) -> bool:
+    """Whether something that is read per key learns."""
+    return bool(call.reads_in(DKDV))
+
+
+def key_sums(call: Call) -> tuple[Tensor, ...]:
+    """Room for sums of ds per key, where something learns of them."""
+    if not sums_keys(call):
+        return ()
+    shape = (*call.heads, call.inputs.k.shape[2])
+    return (torch.empty(shape, dtype=torch.float32, device=call.device),)
+
+
+def settle(call: Call, kernel: str, sums: Tensor, line: Line, by_read: dict[int, Tensor]) -> None:
+    """The gradients of reads along a line, of the sums of ds [B, Hq, length] that all share.
+
+    But for reads that have theirs.
+    """
+    for n in call.reads_in(kernel):
+        if n not in by_read:
+            factor = call.reads[n].slope.attr
+            by_read[n] = settled(call, n, sums * factor, line)
+
+
+def settle_keys(call: Call, sums: tuple[Tensor, ...], by_read: dict[int, Tensor]) -> None:
+    """The gradients of what is added per key."""
+    for ds_sums in sums:
+        settle(call, DKDV, ds_sums, Line(Pattern.COLUMN, ds_sums.shape[2]), by_read)
 
 
 def look_at_rows(call: Call, kernel: Ready, do: Tensor, block_m: int, scratch: Scratch) -> None:

@@ -105,8 +105,16 @@ def test_the_portable_backward_serves_the_rest(
 ) -> None:
     gpu, attn = Gpu(monkeypatch, "cuda:90"), scoremod.load(bundles["range"])
     assert trained(gpu, attn, captures_of("range"), deterministic=True) == PORTABLE
+
+
+def test_slopes_learn_in_a_kernel_of_their_own(
+    bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, attn = Gpu(monkeypatch, "cuda:90"), scoremod.load(bundles["range"])
     slopes = torch.zeros(2, requires_grad=True)
-    assert trained(gpu, attn, {"slopes": slopes}) == PORTABLE and slopes.grad is not None
+    rows, main, finish = OURS
+    assert trained(gpu, attn, {"slopes": slopes}) == [rows, main, "attention_bwd_sums", finish]
+    assert slopes.grad is not None
 
 
 def test_large_tensors_have_kernels_around_whatever_the_main_one_is(
@@ -200,6 +208,40 @@ def test_wide_heads_have_two_kernels(
     assert trained(gpu, attn, captures_of(name), dim=192, deterministic=True) == WIDE
 
 
+@pytest.mark.parametrize(
+    ("variant", "captures", "kernel", "argument"),
+    [
+        (ALIBI, {"slopes": torch.zeros(2)}, "attention_bwd_queries", "row_sums"),
+        (
+            variants.forget_gate & variants.causal,
+            {"log_decay": torch.zeros(2, 2, 80)},
+            "attention_bwd_keys",
+            "ds_sums",
+        ),
+    ],
+    ids=["per query", "per key"],
+)
+def test_captures_of_wide_heads_learn_in_kernels_of_their_own(
+    variant: Variant,
+    captures: dict[str, torch.Tensor],
+    kernel: str,
+    argument: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    uncompiled(monkeypatch)
+    only_usual(monkeypatch)
+    path = built(tmp_path, variant, target="cuda:90", phase=("fwd", "bwd"), head_dim=192)
+    launches = [str(r["launch"]) for r in bundle.read(path).records if r["kernel"] == kernel]
+    assert [f"'{argument}'" in launch for launch in launches].count(True) * 2 == len(launches) > 0
+    gpu, attn = Gpu(monkeypatch, "cuda:90"), scoremod.load(path)
+    monkeypatch.setattr(attend_hopper.CACHE, "get_or_compile", lambda *_: pytest.fail("compiles"))
+    for learns in (False, True):
+        given = {n: x.clone().requires_grad_(learns) for n, x in captures.items()}
+        assert trained(gpu, attn, given, dim=192) == WIDE
+        assert all((x.grad is not None) == learns for x in given.values())
+
+
 def test_a_refusal_of_one_of_them_is_recorded_and_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,8 +249,8 @@ def test_a_refusal_of_one_of_them_is_recorded_and_followed(
     only_usual(monkeypatch)
     made = backward_hopper_wide.compile_wide
 
-    def refuse_one(kernel: str, *rest: Any) -> Kernel:
-        return refuse() if kernel == "attention_bwd_queries" else made(kernel, *rest)
+    def refuse_one(kernel: str, *rest: Any, **more: Any) -> Kernel:
+        return refuse() if kernel == "attention_bwd_queries" else made(kernel, *rest, **more)
 
     monkeypatch.setattr(backward_hopper_wide, "compile_wide", refuse_one)
     path = built(tmp_path, variants.causal, target="cuda:90", phase=("fwd", "bwd"), head_dim=192)
@@ -274,9 +316,12 @@ def test_kernels_that_no_call_would_reach_are_not_compiled(
     uncompiled(monkeypatch)
     only_usual(monkeypatch)
     assert kernels_of(variants.causal, tmp_path / "f32", dtype="f32") == []
-    # A number's gradient is summed beside dq, dk and dv: by the portable kernels.
+    # A number that learns is a tensor.
     found = kernels_of(variants.softcap, tmp_path / "softcap")
-    assert [x for x in found if x[0] == "hopper_bwd"] == [("hopper_bwd", "usual", "float")]
+    assert [x[1:] for x in found if x[0] == "hopper_bwd"] == [
+        ("usual", "0-d f32"),
+        ("usual", "float"),
+    ]
 
 
 # -- compiled ----------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ GAPS = parse("variant gaps() { mask j <= i - 50 }")
 HEADS = parse("variant heads(w: i32[H]) { mask j <= i and i - j < w[h] }")
 KEY_BIAS = parse("variant key_bias(t: f32[B, H, Lk]) { score s - 0.5 * t[b, h, j] }")
 QUERY_BIAS = parse("variant query_bias(t: f32[B, H, Lq]) { score s + 2.0 * t[b, h, i] }")
+WEIGHTED_KEYS = parse("variant keys(t: f32[Lk]) { score s - t[j] * (i - j) mask j <= i }")
 LOGS = parse("variant logs() { score s + log(1.0 + (i - j)) mask j <= i }")
 ROOTS = parse("variant roots() { score 2.0 * sqrt(abs(s)) mask j <= i }")
 SOFTCAP, ALIBI = variants.softcap & variants.causal, variants.alibi & variants.causal
@@ -382,6 +383,19 @@ LEARNED: dict[str, Case] = {
     "keys that end": Case(KEY_BIAS, 300, 400, 128, call={"ends": (301, 70)}),
     "queries, narrow": Case(QUERY_BIAS, 300, 333, 64),
     "queries, wide": Case(QUERY_BIAS, 300, 333, 256),
+    "forget gates, wide": Case(variants.forget_gate & variants.causal, 457, 457, 256, kv_heads=2),
+    "keys, wide, one kv head, fp16": Case(KEY_BIAS, 300, 333, 192, dtype=f16, kv_heads=1),
+    "keys that end, wide": Case(KEY_BIAS, 300, 400, 256, call={"ends": (301, 70)}),
+    "keys of documents, wide": Case(
+        variants.forget_gate & DOCUMENTS, 600, 600, 256, tables=documents(250, 5, 345)
+    ),
+    "keys that nobody sees, wide": Case(
+        parse("variant v(t: f32[B, H, Lk]) { score s + t[b, h, j] mask j <= i - 50 }"),
+        300,
+        300,
+        256,
+        kv_heads=2,
+    ),
 }
 
 
@@ -392,7 +406,7 @@ def test_what_is_added_per_query_and_per_key_learns_here(name: str) -> None:
     call = case.given()
     length = case.q_len if case.variant is QUERY_BIAS else case.kv_len
     bias = -torch.rand(2, 4, length, device="cuda").cumsum(-1) / 8
-    (capture,) = case.variant._program.captures
+    capture = next(c for c in case.variant._program.captures if c.name not in call)
 
     def run(backend: str, dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
         leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
@@ -408,19 +422,126 @@ def test_what_is_added_per_query_and_per_key_learns_here(name: str) -> None:
             assert float((mine.double() - wanted).norm() / wanted.norm()) < 6e-3
 
 
-@pytest.mark.parametrize("name", ["slopes", "distances"])
+# What is summed of each query, with a slope of its own.
+WEIGHTED_QUERY_BIAS = parse(
+    "variant weighted(t: f32[B, H, Lq]) { score s + 0.01 * t[b, h, i] * (i - j) mask j <= i }"
+)
+TEMPERATURE = parse("variant temperature(t: f32[H]) { score s * t[h] mask j <= i }")
+NUMBER = parse("variant number(t: float) { score s * t }")
+BOTH = parse("variant both(t: f32[H], a: f32[H]) { score s * t[h] - a[h] * (i - j) mask j <= i }")
+LEARNED_LOGS = parse("variant logs(t: f32[H]) { score s + t[h] * log(1.0 + (i - j)) mask j <= i }")
+LEARNED_GAPS = parse("variant gaps(t: f32[H]) { score s - t[h] * (i - j) mask j <= i - 50 }")
+CAPPED_ALIBI = variants.alibi.then(variants.softcap) & variants.causal
+
+
+def drawn(**shapes: tuple[int, ...]) -> Tables:
+    """Tables between 0 and 1."""
+
+    def found() -> dict[str, Any]:
+        make = torch.Generator().manual_seed(1)
+        return {name: torch.rand(shape, generator=make).cuda() for name, shape in shapes.items()}
+
+    return found
+
+
+def both(*several: Tables) -> Tables:
+    return lambda: {name: x for tables in several for name, x in tables().items()}
+
+
+SLOPES: dict[str, Case] = {
+    "slopes, grouped heads": Case(ALIBI, 457, 457, 256, kv_heads=2, tables=drawn(slopes=(4,))),
+    "slopes and an offset, fp16": Case(
+        ALIBI, 300, 400, 192, dtype=f16, call={"q_offset": 90}, tables=drawn(slopes=(4,))
+    ),
+    "slopes, offsets per sequence": Case(ALIBI, 300, 400, 256, kv_heads=2, tables=offsets),
+    "slopes, capped": Case(CAPPED_ALIBI, 333, 333, 256, kv_heads=1, tables=drawn(slopes=(4,))),
+    "slopes, documents": Case(
+        variants.alibi & DOCUMENTS,
+        600,
+        600,
+        256,
+        kv_heads=2,
+        tables=both(documents(250, 5, 345), drawn(slopes=(4,))),
+    ),
+    "slopes, documents whose keys end": Case(
+        variants.alibi & DOCUMENTS,
+        600,
+        600,
+        136,
+        tables=both(documents(250, 350), drawn(slopes=(4,))),
+        call={"ends": (555, 0)},
+    ),
+    "slopes, keys that end": Case(
+        ALIBI, 300, 300, 256, tables=drawn(slopes=(4,)), call={"ends": (1, 200)}
+    ),
+    "slopes, blocks": Case(
+        ALIBI, 700, 700, 256, tables=drawn(slopes=(4,)), call={"blocks": (6, 6)}
+    ),
+    "temperatures": Case(TEMPERATURE, 457, 457, 256, kv_heads=2, tables=drawn(t=(4,))),
+    "temperatures, fp16": Case(TEMPERATURE, 190, 70, 160, dtype=f16, tables=drawn(t=(4,))),
+    "a number": Case(NUMBER, 200, 333, 256, tables=drawn(t=())),
+    "weighted, per query": Case(WEIGHTED_QUERY_BIAS, 300, 333, 256, tables=drawn(t=(2, 4, 300))),
+    "both together": Case(BOTH, 333, 333, 256, kv_heads=2, tables=drawn(t=(4,), a=(4,))),
+    "logarithms": Case(LEARNED_LOGS, 300, 300, 256, tables=drawn(t=(4,))),
+    "rows without keys": Case(LEARNED_GAPS, 300, 300, 256, tables=drawn(t=(4,))),
+}
+
+
+SLOPES |= {
+    f"{name}, head dim {head_dim}": replace(SLOPES[name], head_dim=head_dim)
+    for name, head_dim in (
+        ("slopes, grouped heads", 128),
+        ("slopes, grouped heads", 64),
+        ("slopes, documents whose keys end", 128),
+        ("slopes, documents", 64),
+        ("temperatures", 96),
+        ("temperatures, fp16", 64),
+        ("weighted, per query", 64),
+        ("slopes, capped", 64),
+        ("rows without keys", 64),
+    )
+}
+
+
+@pytest.mark.parametrize("name", SLOPES)
+def test_slopes_and_temperatures_learn_here(name: str) -> None:
+    case = SLOPES[name]
+    q, k, v, do, dlse = case.tensors()
+    call = case.given()
+    learned = [n for n, x in call.items() if torch.is_tensor(x) and x.is_floating_point()]
+    qkv = (q, *(beyond_is_nan(x, call.get("kv_lens")) for x in (k, v)))
+
+    def run(backend: str, tensors: tuple[torch.Tensor, ...], **more: Any) -> list[torch.Tensor]:
+        leaves = [x.detach().clone().requires_grad_() for x in tensors]
+        given = {n: call[n].clone().requires_grad_() for n in learned}
+        out, lse = case.variant(
+            *leaves, backend=backend, return_lse=True, **{**call, **given}, **more
+        )
+        back = [do.to(out.dtype), dlse.to(lse.dtype)]
+        return list(torch.autograd.grad([out, lse], [*leaves, *given.values()], back))
+
+    theirs = run("eager", (q.double(), k.double(), v.double()))
+    first = run("hopper", qkv, deterministic=True)
+    for found in (run("hopper", qkv), first):
+        for mine, wanted in zip(found, theirs, strict=True):
+            assert float((mine.double() - wanted).norm() / wanted.norm()) < 6e-3
+    for mine, again in zip(first, run("hopper", qkv, deterministic=True), strict=True):
+        assert torch.equal(mine, again)
+
+
+@pytest.mark.parametrize("name", ["weights per key", "distances"])
 def test_learned_captures_may_take_the_portable_backward(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slopes are summed per query, and reads of distances would spill registers."""
+    """Weights of a key are summed along with dk, and reads of distances would spill registers."""
     monkeypatch.undo()
     q, k, v, do, _ = Case(NOOP, 300, 300, 64).tensors()
     found = []
     for backend in ("hopper", "eager"):
         make = torch.Generator().manual_seed(1)
-        if name == "slopes":
-            learned = variants.alibi_slopes(4).cuda().requires_grad_()
-            out = ALIBI(q, k, v, slopes=learned, backend=backend)
+        if name == "weights per key":
+            learned = torch.rand(300, generator=make).cuda().requires_grad_()
+            out = WEIGHTED_KEYS(q, k, v, t=learned, backend=backend)
         else:
             learned = torch.randn(4, 129, generator=make).cuda().requires_grad_()
             attn = variants.relative_bias & variants.causal

@@ -37,7 +37,8 @@ from scoremod.cache import Cache
 from scoremod.errors import BackendUnavailable
 from scoremod.gradients import Result, Wanted
 from scoremod.hopper_rows import Scratch
-from scoremod.plan_hopper_wide import KERNELS, KEYS, QUERIES, WidePlan, wide_plan
+from scoremod.plan_hopper_wide import KERNELS, KEYS, QUERIES, SUMS, WidePlan, wide_plan
+from scoremod.plan_triton_backward import Learned, learnable
 from scoremod.ready import Ready
 
 # In both directions a range, or in one alone.
@@ -83,11 +84,51 @@ def test_each_kernel_reads_a_structure_where_its_own_range_is_not_solved() -> No
         assert plan(kernel, variants.causal, blocks=True).stored
 
 
-def test_biases_per_key_learn_in_the_portable_backward() -> None:
-    known = program(variants.forget_gate)
-    reads = backward_hopper.possible_reads(known, options(192))
-    assert backward_hopper.unlearned(known, reads) == ""
-    assert re.search("`log_decay` .* per key", backward_hopper.unlearned(known, reads, wide=True))
+CAPPED_GATES = variants.forget_gate.then(variants.softcap)
+CAPPED_ALIBI = variants.alibi.then(variants.softcap) & variants.causal
+
+
+@pytest.mark.parametrize(
+    ("variant", "words"),
+    [
+        (FIVE["alibi"], ""),
+        (CAPPED_ALIBI, ""),
+        (parse("variant v(t: float) { score s * t }"), ""),
+        (variants.forget_gate, ""),
+        (CAPPED_GATES, "the gradient of `log_decay` is summed per key"),
+        (
+            parse("variant v(t: f32[Lk]) { score s + (i - j) * t[j] }"),
+            "the gradient of `t` is summed per key",
+        ),
+    ],
+    ids=["slopes", "capped", "a number", "per key", "per key, capped", "per key, weighted"],
+)
+def test_all_that_is_read_per_query_learns_here(variant: Variant, words: str) -> None:
+    reads = backward_hopper.possible_reads(program(variant), options(192))
+    assert reads and backward_hopper.unlearned(program(variant), reads) == words
+
+
+def test_rows_are_summed_where_somebody_learns_of_it_alone() -> None:
+    known = program(parse("variant v(t: f32[H], u: f32[H]) { score s + t[h] - u[h] * (i - j) }"))
+    # The gradient of what is added to all scores of a row is that of its LSE.
+    for name, learned in (("t", ()), ("u", (Learned(1),))):
+        asked = (Learned([p.name for p in known.params].index(name)),)
+        assert wide.learned_in(QUERIES, known, options(192), asked) == learned
+        assert wide.learned_in(KEYS, known, options(192), asked) == ()
+    chosen = wide.of_options(QUERIES, known, options(192))
+    plain = wide_plan(QUERIES, known, chosen, H200)
+    summing = wide_plan(QUERIES, known, chosen, H200, learnable(known))
+    assert [(x.slope, x.row, x.weight_row) for x in summing.sums] == [("slope_1", 0, 1)]
+    assert summing.left_over_row == 2 and plain.sums == ()
+    texts = [wide.source(made) for made in (plain, summing)]
+    assert ["row_sums" in text for text in texts] == ["left_over" in text for text in texts]
+    assert ["row_sums" in text for text in texts] == [False, True]
+
+
+def test_keys_are_summed_where_somebody_learns_of_it_alone() -> None:
+    for sums_keys in (False, True):
+        assert ("ds_sums" in wide.source(plan(KEYS, sums_keys=sums_keys))) == sums_keys
+        assert not plan(QUERIES, sums_keys=sums_keys).options.sums_keys
 
 
 # -- what is rendered --------------------------------------------------------------------------
@@ -196,7 +237,7 @@ def test_what_nobody_wants_is_not_computed(
         return Ready(lambda programs, _: ran.append(f"{name} {programs}"), sizes)
 
     made = wide.WideKernels(ready("rows"), ready("keys"), ready("queries"))
-    found = wide.tensor_gradients(call(), made, wanted)
+    found = wide.tensor_gradients(call(), made, wanted, {})
     assert ran == expected
     assert [x is not None for x in found] == [wanted.q, "keys 8" in ran, "keys 8" in ran]
 
@@ -237,6 +278,42 @@ def test_kernels_compile_as_they_were_meant(
         assert spills <= 20 and made.shared <= H200.shared and made.num_warps == 12
         maps = len(plan(kernel).tensor_maps)
         assert [m.element for m in made.tensor_maps][:maps] == ["bf16"] * maps
+
+
+def summing(kernel: str, name: str, head_dim: int) -> tuple[int, int, int]:
+    """Sums of a kernel in which all learns that can, and the most spills in one of its loops."""
+    known = program({**FIVE, "capped": CAPPED_ALIBI}[name])
+    chosen = wide.of_options(kernel, known, options(head_dim))
+    made = wide.compile_wide(kernel, known, chosen, H200, learnable(known))
+    sums = len(wide_plan(kernel, known, chosen, H200, learnable(known)).sums)
+    return sums, spills_in_loops(made.image), made.shared
+
+
+def test_a_kernel_of_sums_compiles_as_it_was_meant(
+    apart: Callable[..., Any],  # noqa: F811
+) -> None:
+    sums, spills, shared = apart(summing, SUMS, "alibi", 128)
+    assert (sums, spills) == (1, 0) and shared <= H200.shared
+
+
+@pytest.mark.compile_all
+@pytest.mark.parametrize("kernel", [QUERIES, SUMS])
+@pytest.mark.parametrize("name", ["alibi", "softcap", "capped"])
+def test_kernels_that_sum_compile_as_they_were_meant(
+    apart: Callable[..., Any],  # noqa: F811
+    name: str,
+    kernel: str,
+) -> None:
+    sums, spills, _ = apart(summing, kernel, name, 256 if kernel == QUERIES else 128)
+    assert sums and spills <= (SPILLS if kernel == QUERIES else 8)
+
+
+def test_numbers_of_tiles_are_kept_until_they_were_looked_at() -> None:
+    """Of a structure, scores are a step ahead of what looks at the number: twice the stages."""
+    made = plan(SUMS, DOCUMENTS)
+    text = wide.source(made)
+    assert f"SAID = gl.constexpr({2 * made.stages})" in text
+    assert text.count("said.index(t % SAID)") == 1 + len(made.kv_segments)
 
 
 @pytest.mark.compile_all

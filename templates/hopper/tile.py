@@ -307,6 +307,12 @@ def lane_sums(p, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def store_lanes(places, sums, exists):
+    """Store what `lane_sums` made, where a row exists."""
+    gl.store(places, gl.convert_layout(gl.sum(sums, 1), places.type.layout), mask=exists)
+
+
+@gluon.jit
 def renewed_max(m_i, s, factor, rise, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
     """(maximum that counts this tile, what earlier sums shrink by) of scores s * factor + rise."""
     highest = gl.convert_layout(row_max(s, ROWS, BLOCK_N), m_i.type.layout) * factor + rise
@@ -387,6 +393,20 @@ def unpacked(words, dtype: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constex
 
 
 # -- the backward ------------------------------------------------------------------------------
+
+
+@gluon.jit
+def halves(x, layout: gl.constexpr):
+    """A product [rows, columns] as its left and right columns."""
+    left, right = gl.split(gl.permute(x.reshape([x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+    return gl.convert_layout(left, layout), gl.convert_layout(right, layout)
+
+
+@gluon.jit
+def together(left, right):
+    """What `halves` made, as one again."""
+    x = gl.permute(gl.join(left, right), (0, 2, 1))
+    return x.reshape([x.shape[0], 2 * x.shape[2]])
 
 
 @gluon.jit
