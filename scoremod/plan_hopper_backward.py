@@ -84,7 +84,6 @@ class BackwardConfig:
         words += ["v in registers"] if self.v_in_registers else []
         words += ["masked tiles in turn"] if self.masked_in_turn else []
         words += ["dq late"] if self.late_dq else []
-        words += [f"{self.never_run} copies that never run"] if self.never_run else []
         return ", ".join(words)
 
 
