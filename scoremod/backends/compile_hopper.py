@@ -10,6 +10,7 @@ from ..errors import BackendUnavailable
 from ..plan_hopper import REGISTERS, HopperPlan
 from ..plan_hopper import TensorMap as PlannedMap
 from ..plan_triton import Argument
+from ..target import Target
 from .compile_triton import (
     Compiled,
     Kernel,
@@ -47,10 +48,8 @@ def compile_plan(plan: HopperPlan, text: str) -> tuple[Kernel, str]:
 
 def complaint(compiled: Compiled, plan: HopperPlan) -> str:
     """Why another configuration should be tried; "" for no reason."""
-    if compiled.metadata.shared > plan.target.shared:
-        return f"{compiled.metadata.shared} bytes of shared memory"
-    if is_serialised(compiled):
-        return "its products would run one after the other"
+    if found := flaw(compiled, plan.target):
+        return found
     spilled = spills_in_loops(compiled.image) if compiled.report.spills else 0
     if spilled > HOPELESS and plan.config.consumers == min(REGISTERS):
         raise Refused(
@@ -61,6 +60,13 @@ def complaint(compiled: Compiled, plan: HopperPlan) -> str:
     if spilled > SPILLS:
         return f"{spilled} accesses to spilled registers a kv tile"
     return ""
+
+
+def flaw(compiled: Compiled, target: Target) -> str:
+    """Why no kernel with products should be as this one is; "" for no reason."""
+    if compiled.metadata.shared > target.shared:
+        return f"{compiled.metadata.shared} bytes of shared memory"
+    return "its products would run one after the other" if is_serialised(compiled) else ""
 
 
 def is_serialised(compiled: Compiled) -> bool:

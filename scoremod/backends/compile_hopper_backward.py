@@ -9,7 +9,7 @@ from ..plan_triton import Argument
 from .compile_hopper import (
     HOPELESS,
     Refused,
-    is_serialised,
+    flaw,
     source_of,
     spills_in_loops,
     tensor_map,
@@ -37,10 +37,8 @@ def compile_plan(plan: HopperBackwardPlan, text: str) -> tuple[Kernel, str]:
 
 def complaint(compiled: Compiled, plan: HopperBackwardPlan) -> str:
     """Why another configuration should be tried; "" for no reason."""
-    if compiled.metadata.shared > plan.target.shared:
-        return f"{compiled.metadata.shared} bytes of shared memory"
-    if is_serialised(compiled):
-        return "its products would run one after the other"
+    if found := flaw(compiled, plan.target):
+        return found
     spilled = spills_in_loops(compiled.image) if compiled.report.spills else 0
     if spilled > HOPELESS:
         raise Refused(

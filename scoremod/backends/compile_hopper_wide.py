@@ -7,7 +7,7 @@ from typing import Any
 from ..plan_hopper_wide import WidePlan
 from ..plan_triton import Argument
 from .compile_hopper import (
-    is_serialised,
+    flaw,
     source_of,
     spills_in_loops,
     tensor_map,
@@ -36,10 +36,8 @@ def compile_plan(plan: WidePlan, text: str) -> tuple[Kernel, str]:
 
 def complaint(compiled: Compiled, plan: WidePlan) -> str:
     """Why the portable backward should run instead; "" for no reason."""
-    if compiled.metadata.shared > plan.target.shared:
-        return f"{compiled.metadata.shared} bytes of shared memory"
-    if is_serialised(compiled):
-        return "its products would run one after the other"
+    if found := flaw(compiled, plan.target):
+        return found
     spilled = spills_in_loops(compiled.image) if compiled.report.spills else 0
     if spilled > SPILLS:
         return f"{spilled} accesses to spilled registers a tile"
