@@ -72,11 +72,15 @@ class Call:
     # Backwards of such calls, None where one has to be decided each time.
     returns: dict[KindOfReturn, WarmBackward | None] = field(default_factory=dict, compare=False)
 
-    def kind_of_return(self, result: Result, wanted: Sequence[bool]) -> KindOfReturn | None:
+    def kind_of_return(
+        self, values: Values, result: Result, wanted: Sequence[bool]
+    ) -> KindOfReturn | None:
         """What decides a backward beyond this; None where backwards are not remembered."""
         if self.warm is None or self.backend != "hopper" or self.tiles is not None:
             return None
-        return None if self.deterministic else kind_of_return(result, wanted, self.warm.device)
+        if self.deterministic:
+            return None
+        return kind_of_return(values, result, wanted, self.warm.device)
 
     def inputs(self, values: Values) -> Inputs:
         """The call's own tensors and options."""
@@ -117,7 +121,7 @@ def backward(
     call: Call, values: Values, result: Result, wanted: Sequence[bool]
 ) -> list[torch.Tensor | None]:
     """The gradient of each value, None where it is not wanted."""
-    kind = call.kind_of_return(result, wanted)
+    kind = call.kind_of_return(values, result, wanted)
     warm = call.returns.get(kind) if kind is not None else None
     if warm is not None:
         return [*warm(given_of(values, result)), *[None] * (len(values) - 3)]

@@ -31,15 +31,22 @@ _NUMBER = {name: n for n, name in enumerate(GIVEN)}
 ROOMS = {"row_values", "dq_sums", "sums", "counters", "dq", "dk", "dv"}
 
 
-def kind_of_return(result: Result, wanted: Sequence[bool], device: int) -> KindOfReturn | None:
-    """What decides a backward beyond its forward; None where it has to be decided each time."""
-    grad_out = result.grad_out
+def kind_of_return(
+    values: Sequence[Any], result: Result, wanted: Sequence[bool], device: int
+) -> KindOfReturn | None:
+    """What decides a backward beyond its forward; None where it has to be decided each time.
+
+    Tensors that were saved may come back in other memory: hooks of torch's may have moved them.
+    """
     if result.grad_lse is not None or torch.are_deterministic_algorithms_enabled():
         return None
     if torch._C._are_functorch_transforms_active() or torch._C._cuda_getDevice() != device:
         return None
-    aligned = grad_out.data_ptr() % 16 == 0
-    return (tuple(wanted), grad_out.dtype, grad_out.stride(), aligned, result.out.stride())
+    found: list[Any] = [*wanted]
+    for x in given_of(values, result):
+        if isinstance(x, Tensor):
+            found += (x.stride(), x.dtype, x.data_ptr() % 16)
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -208,14 +208,35 @@ def test_the_switch_of_torch_is_looked_at_each_time(log: list[Launch]) -> None:
     call, values, result = given()
     autograd.backward(call, values, result, WANTED)
     (kind,) = call.returns
-    assert call.kind_of_return(result, WANTED) == kind
+    assert call.kind_of_return(values, result, WANTED) == kind
     torch.use_deterministic_algorithms(True)
     try:
-        assert call.kind_of_return(result, WANTED) is None
+        assert call.kind_of_return(values, result, WANTED) is None
     finally:
         torch.use_deterministic_algorithms(False)
     with_lse = Result(result.out, result.lse, result.grad_out, torch.zeros(2, 8, 512))
-    assert call.kind_of_return(with_lse, WANTED) is None
+    assert call.kind_of_return(values, with_lse, WANTED) is None
+
+
+@pytest.mark.parametrize("moved", ["q", "k", "v", "slopes", "out"])
+def test_tensors_that_were_moved_meanwhile_are_another_kind(log: list[Launch], moved: str) -> None:
+    call, values, result = given(head_dim=128)
+    autograd.backward(call, values, result, WANTED)
+    _, values, result = given(head_dim=128)
+    other = torch.empty(2, 512, 8, 128, dtype=torch.bfloat16).transpose(1, 2)
+    if moved == "out":
+        result = Result(other, result.lse, result.grad_out, None)
+    elif moved == "slopes":
+        values[FIXED] = torch.ones(16)[::2]
+    else:
+        values["qkv".index(moved)] = other
+    log.clear()
+    autograd.backward(call, values, result, WANTED)
+    assert len(call.returns) == 2
+    strides = (8 * 512 * 128, 128, 8 * 128, 1) if moved != "slopes" else (2,)
+    plain = [[None if isinstance(x, torch.Tensor) else x for x in a] for _, _, a in log]
+    found = {tuple(a[n : n + len(strides)]) for a in plain for n in range(len(a))}
+    assert moved == "out" or strides in found
 
 
 def test_kinds_do_not_pile_up(log: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
