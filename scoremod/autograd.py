@@ -14,6 +14,7 @@ import torch
 from torch._functorch.utils import unwrap_dead_wrappers
 
 from . import attention
+from .backward_triton import keep_kind
 from .binding import Bound, Value
 from .blocks import Blocks
 from .errors import BackendUnavailable, CaptureMismatch
@@ -23,7 +24,7 @@ from .ir.capture import Capture
 from .plan import Param, Typed
 from .tiles import Tiles
 from .warm import Warm
-from .warm_backward import KindOfReturn, WarmBackward, first, given_of, kind_of_return
+from .warm_backward import KindOfReturn, WarmBackward, first_of_kind, given_of, kind_of_return
 
 # Before the captures: q, k, v, scale, q_offset, kv_lens.
 FIXED = 6
@@ -130,9 +131,8 @@ def backward(
     names = frozenset(item.param.name for item, wants in captured if wants)
     what = Wanted(wanted[0], wanted[1], wanted[2], names)
     if kind is not None and kind not in call.returns:
-        if len(call.returns) >= MAX_RETURNS:
-            call.returns.clear()
-        found, call.returns[kind] = first(call.program, inputs, bound, result, what)
+        found, warm = first_of_kind(call.program, inputs, bound, result, what)
+        keep_kind(call.returns, kind, warm, MAX_RETURNS)
     else:
         found = attention.gradients(call.program, inputs, bound, call.backend, result, what)
     rest = [_fitted(found.captures.get(x.param.name), x.given) for x in bound]

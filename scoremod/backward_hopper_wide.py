@@ -1,6 +1,6 @@
 """Run the Hopper backward of head dims above 128: one kernel of dk and dv, one of dq.
 
-And what is summed of each query at head dims up to 128, for gradients of slopes or temperatures.
+At head dims up to 128 another sums each query's rows, for gradients of slopes or temperatures.
 Each program owns what it sums, so that nothing is added up in memory, and gradients are the same
 bits in each run.
 """
@@ -100,7 +100,7 @@ def options_of(kernel: str, call: Call) -> Options:
 
 
 def main(call: Call, kernel: str) -> Ready:
-    """The kernel of dk and dv, or that of dq."""
+    """One of these kernels for a call."""
     program, chosen = call.program, options_of(kernel, call)
     learned = learned_in(kernel, program, chosen, call.learned)
 

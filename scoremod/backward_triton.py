@@ -131,9 +131,11 @@ def kind_of_backward(
     )
 
 
-def keep_kind(kept: dict[KindOfBackward, T], kind: KindOfBackward, found: T) -> None:
+def keep_kind(
+    kept: dict[KindOfBackward, T], kind: KindOfBackward, found: T, most: int | None = None
+) -> None:
     """Keep what was found of a kind of calls; a sweep of shapes does not pile up."""
-    if len(kept) >= MAX_KINDS:
+    if len(kept) >= (most or MAX_KINDS):
         kept.clear()
     kept[kind] = found
 

@@ -124,8 +124,8 @@ CONFIGS: dict[tuple[int, Tiles], tuple[Config, ...]] = {
     (128, Tiles.ALL): _and_lighter(_PAIR),
     # Causal 675, 662 not in turns, 658 in one loop; window 1024 496, -, 488.
     (128, Tiles.MASKED): _and_lighter(_PAIR, _PAIR_IN_ONE_LOOP),
-    # Soft-cap 491, 475 masked before exp2, as all others are: window 1.02 and causal 1.01 of that,
-    # ALiBi 0.93. Before, p converted late was no faster, and two loops 1.01.
+    # Soft-cap 491, 475 masked before exp2. All others are: masked after it, ALiBi has 0.93 of that
+    # speed, a window 1.02, causal 1.01. Before, p converted late was no faster, two loops 1.01.
     (128, Tiles.SCORED): (_SCORED_PAIR, *_and_lighter(_SLOPED_PAIR)[1:]),
     (128, Tiles.SLOPED): _and_lighter(_SLOPED_PAIR),
     # Documents 346, 312 in two loops.
@@ -311,7 +311,8 @@ class HopperPlan(TileReader):
         """1 where few keys may show in gradients, and not be those of a row's first tile, or 0.
 
         The p of such a query round, unless the largest is 1: dq of head temperatures in float16 was
-        off by 1.60 times rounding, and is by 1.51. Packed documents keep no residual, and round.
+        off by 1.60 times rounding, and is by 1.51 (H200, benchmarks/NOTES.md). Packed documents
+        keep no residual, and round.
         """
         return int((self.stored or self.sharpens) and self.options.keeps_residual)
 

@@ -1,8 +1,8 @@
-"""The decisions of the Hopper backward of head dims above 128: two kernels in place of one.
+"""The decisions of Hopper's backward kernels that own all they sum, and of head dims above 128.
 
-Of 64 keys, dk and dv take all registers that two consumers have, so that dq has a kernel of its
-own, which computes scores and dp again: 7 products a tile in place of 5, and nothing is added up
-in memory.
+There dk and dv of 64 keys take all registers that two consumers have, so that dq has a kernel of
+its own, which computes scores and dp again: 7 products a tile in place of 5, and nothing is added
+up in memory.
 
     keys     a program owns 64 keys: one consumer computes p and sums dv, the other sums dk
     queries  a program owns 128 queries: each consumer sums dq of 64
@@ -132,7 +132,7 @@ def summed_rows(program: Typed, reads: Sequence[Read]) -> list[int]:
 
 @dataclass(frozen=True)
 class WidePlan(GradientReader):
-    """One of the two kernels."""
+    """One of these kernels."""
 
     kernel: str  # its name, and that of its template
     title: str
@@ -308,7 +308,7 @@ def wide_plan(
     target: Target,
     learned: tuple[Learned, ...] = (),
 ) -> WidePlan:
-    """Decide one of the two kernels; that of the queries sums what `learned` asks for."""
+    """Decide one of these kernels; those of queries sum what `learned` asks for."""
     program = with_kernel_names(program, "triton", "hopper")
     by_s = d_ds(program.given_score)
     mine = _row_reads(program, options, learned) if kernel != KEYS else []

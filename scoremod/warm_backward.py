@@ -23,7 +23,8 @@ from .ready import Ready
 from .warm import width
 
 Tensor = torch.Tensor
-KindOfReturn = tuple[Any, ...]
+KindOfReturn = tuple[object, ...]
+Seen = tuple[Ready, int, Sequence[Any]]  # a kernel, programs, arguments
 # What a backward is given, in this order, and after it the captures.
 GIVEN = ("q", "k", "v", "o", "lse", "residual", "do", "q_offset", "kv_lens")
 _NUMBER = {name: n for n, name in enumerate(GIVEN)}
@@ -34,7 +35,7 @@ ROOMS = {"row_values", "dq_sums", "sums", "counters", "dq", "dk", "dv"}
 def kind_of_return(
     values: Sequence[Any], result: Result, wanted: Sequence[bool], device: int
 ) -> KindOfReturn | None:
-    """What decides a backward beyond its forward; None where it has to be decided each time.
+    """What decides a backward beyond the kind of its call; None where each has to be decided anew.
 
     Tensors that were saved may come back in other memory: hooks of torch's may have moved them.
     """
@@ -103,7 +104,7 @@ def given_of(values: Sequence[Any], result: Result) -> list[Any]:
 # -- the first of a kind -----------------------------------------------------------------------
 
 
-def first(
+def first_of_kind(
     program: Typed, inputs: Inputs, bound: tuple[Bound, ...], result: Result, wanted: Wanted
 ) -> tuple[Gradients, WarmBackward | None]:
     """The gradients of a call, and what later ones of its kind do; None for all over again."""
@@ -111,7 +112,7 @@ def first(
     kernels = backward_hopper.kernels_of(call)
     if kernels is None or call.reads or call.is_empty or inputs.must_repeat:
         return backward_hopper.backward(program, inputs, bound, result, wanted), None
-    seen: list[tuple[Ready, int, Sequence[Any]]] = []
+    seen: list[Seen] = []
     watched: dict[str, Any] = {
         f.name: _watched(made, seen)
         for f in fields(kernels)
@@ -119,10 +120,12 @@ def first(
     }
     with torch.no_grad():
         found = backward_hopper.gradients_of(call, wanted, replace(kernels, **watched))
-    return found, _learned(seen, found, _given(inputs, bound, result), bound)
+    return found, _to_repeat(seen, found, _given(inputs, bound, result), bound)
 
 
-def _watched(made: Ready, seen: list[tuple[Ready, int, Sequence[Any]]]) -> Ready:
+def _watched(made: Ready, seen: list[Seen]) -> Ready:
+    """A kernel whose launches are noted."""
+
     def run(programs: int, values: Sequence[Any]) -> None:
         seen.append((made, programs, values))
         made.run(programs, values)
@@ -135,27 +138,18 @@ def _given(inputs: Inputs, bound: tuple[Bound, ...], result: Result) -> list[Any
     return given_of([*values, *(x.given for x in bound)], result)
 
 
-def _learned(
-    seen: Sequence[tuple[Ready, int, Sequence[Any]]],
-    found: Gradients,
-    given: Sequence[Any],
-    bound: tuple[Bound, ...],
+def _to_repeat(
+    seen: Sequence[Seen], found: Gradients, given: Sequence[Any], bound: tuple[Bound, ...]
 ) -> WarmBackward | None:
-    """Launches to repeat, unless a tensor among their arguments was neither given nor is room."""
+    """What was launched, to be repeated; None where that takes more than memory."""
     rooms: list[Tensor] = []
     launches = []
     for made, programs, values in seen:
         if not isinstance(made.launcher, Launcher):
             return None
         names = [a.name for a in made.launcher.kernel.arguments]
-        holes = dict(_captures(names, bound))
-        for place, (name, value) in enumerate(zip(names, values, strict=True)):
-            if place not in holes and (isinstance(value, Tensor) or name in _NUMBER):
-                n = _number(name, value, given, rooms)
-                if n is None:
-                    return None
-                holes[place] = n
-        if any(_differ(values[place], given[n]) for place, n in holes.items() if n < len(given)):
+        holes = _holes(names, values, given, rooms, bound)
+        if holes is None:
             return None
         kept = tuple(None if place in holes else x for place, x in enumerate(values))
         launches.append(Launched(made.launcher, programs, kept, tuple(holes.items())))
@@ -169,6 +163,28 @@ def _learned(
         tuple(Room(x.shape, x.stride(), x.dtype) for x in rooms),
         tuple(None if x is None else index[id(x)] for x in gradients),
     )
+
+
+def _holes(
+    names: Sequence[str],
+    values: Sequence[Any],
+    given: Sequence[Any],
+    rooms: list[Tensor],
+    bound: tuple[Bound, ...],
+) -> dict[int, int] | None:
+    """Which arguments are what is given, or room, which is added to `rooms`.
+
+    None where a tensor is neither, or is not what was given but made of it.
+    """
+    holes = dict(_captures(names, bound))
+    for place, (name, value) in enumerate(zip(names, values, strict=True)):
+        if place not in holes and (isinstance(value, Tensor) or name in _NUMBER):
+            n = _number(name, value, given, rooms)
+            if n is None:
+                return None
+            holes[place] = n
+    mine = {place: n for place, n in holes.items() if n < len(given)}
+    return None if any(_differ(values[place], given[n]) for place, n in mine.items()) else holes
 
 
 def _captures(names: Sequence[str], bound: tuple[Bound, ...]) -> list[tuple[int, int]]:
