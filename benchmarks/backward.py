@@ -28,13 +28,12 @@ from forward import CASES as FORWARD_CASES
 from forward import COLD_RIG, RESULTS, SHAPES, parse_shape, versions
 
 import scoremod
-from scoremod import attend_triton
+from scoremod import attend_triton, backward_triton
 from scoremod import bench as benches
-from scoremod.backward_triton import backward
 from scoremod.bench import CUDNN, FLASH, FLEX, OURS, Candidate, Case, Rig, Shape
 from scoremod.gradients import Gradients, Result, Wanted
-from scoremod.inputs import check_inputs
-from scoremod.variants import causal, relative_bias
+from scoremod.inputs import check_inputs, needs_residual
+from scoremod.variants import alibi, alibi_slopes, causal, relative_bias
 
 PEERS = (FLEX, CUDNN, FLASH)
 WANTED = {"softcap & causal": 1.5, "learned distances": 3.0}
@@ -49,9 +48,15 @@ def table(shape: Shape) -> dict[str, Any]:
     return {"table": learned, "max_distance": MAX_DISTANCE}
 
 
+def slopes(shape: Shape) -> dict[str, Any]:
+    """ALiBi's, which learn."""
+    return {"slopes": alibi_slopes(shape.q_heads).cuda().requires_grad_()}
+
+
 CASES: dict[str, tuple[scoremod.Variant, Callable[[Shape], dict[str, Any]]]] = {
     **FORWARD_CASES,
     "learned distances": (relative_bias & causal, table),
+    "learned slopes": (alibi & causal, slopes),
 }
 Task = tuple[str, Shape]
 
@@ -72,20 +77,29 @@ def learned(case: Case) -> list[str]:
     return [n for n, x in values if isinstance(x, torch.Tensor) and x.requires_grad]
 
 
-def ours(case: Case, do: torch.Tensor) -> Callable[[], Any]:
-    """Our backward alone: the kernels and what is done with their sums."""
+def ours(
+    case: Case,
+    do: torch.Tensor,
+    attend: Callable[..., Any] = attend_triton.attend,
+    backward: Callable[..., Gradients] = backward_triton.backward,
+    *,
+    deterministic: bool = False,
+) -> Callable[[], Any]:
+    """Our backward alone, from one forward: the kernels and what is done with their sums."""
     inputs = check_inputs(
         case.q, case.k, case.v, scale=None, q_offset=0, kv_lens=None, precision="auto"
     )
     # Made before, as FlexAttention's block mask is.
-    inputs = replace(inputs, tiles=case.tiles)
+    inputs = replace(inputs, tiles=case.tiles, deterministic=deterministic)
+    inputs = replace(inputs, keeps_residual=needs_residual(case.program, inputs))
     with torch.no_grad():
-        out, lse, _ = attend_triton.attend(case.program, inputs, case.bound)
+        out, lse, residual = attend(case.program, inputs, case.bound)
     names = learned(case)
-    wanted, result = Wanted(True, True, True, frozenset(names)), Result(out, lse, do, None)
+    wanted = Wanted(True, True, True, frozenset(names))
+    result = Result(out, lse, do, None, residual)
 
     def call() -> list[torch.Tensor | None]:
-        found: Gradients = backward(case.program, inputs, case.bound, result, wanted)
+        found = backward(case.program, inputs, case.bound, result, wanted)
         return [found.q, found.k, found.v, *(found.captures[name] for name in names)]
 
     return call

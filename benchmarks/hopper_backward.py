@@ -16,49 +16,42 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from backward import CUDNN, FLEX, OURS, compare, prepared, theirs
+from backward import CUDNN, FLEX, OURS, compare, ours, prepared, theirs
 from forward import RESULTS, parse_shape
 from hopper import FA4, PORTABLE, Row
 
 from scoremod import attend_hopper, backward_hopper, backward_triton
 from scoremod import bench as benches
 from scoremod.bench import Candidate, Case, Rig, Shape
-from scoremod.gradients import Gradients, Result, Wanted
-from scoremod.inputs import check_inputs
 
 SHAPES = ("2x16x8192x128", "1x32x16384x64")
-NAMES = ("noop", "causal", "alibi & causal", "softcap & causal", "window 1024", "document & causal")
+NAMES = (
+    "noop",
+    "causal",
+    "alibi & causal",
+    "softcap & causal",
+    "window 1024",
+    "document & causal",
+    "learned slopes",
+)
 PEERS = (FLEX, CUDNN, PORTABLE, FA4)
 Call = Callable[[], Any]
 
 
-def kernels(
-    case: Case,
-    do: torch.Tensor,
-    backward: Callable[..., Gradients],
-    *,
-    deterministic: bool = False,
-) -> Call:
-    """A backward of ours alone, from one forward of the Hopper backend."""
-    inputs = check_inputs(
-        case.q, case.k, case.v, scale=None, q_offset=0, kv_lens=None, precision="auto"
-    )
-    # Made before, as FlexAttention's block mask is.
-    inputs = replace(inputs, tiles=case.tiles, deterministic=deterministic)
-    with torch.no_grad():
-        out, lse, _ = attend_hopper.attend(case.program, inputs, case.bound)
-    result, wanted = Result(out, lse, do, None), Wanted(True, True, True)
+def hopper_call(case: Case, do: torch.Tensor, *, deterministic: bool = False) -> Call:
+    """Ours."""
+    attend, backward = attend_hopper.attend, backward_hopper.backward
+    return ours(case, do, attend, backward, deterministic=deterministic)
 
-    def call() -> tuple[torch.Tensor | None, ...]:
-        found = backward(case.program, inputs, case.bound, result, wanted)
-        return found.q, found.k, found.v
 
-    return call
+def portable_call(case: Case, do: torch.Tensor) -> Call:
+    """The portable backward of the same forward."""
+    return ours(case, do, attend_hopper.attend, backward_triton.backward)
 
 
 def fa4(name: str, case: Case, do: torch.Tensor) -> Call:
@@ -86,10 +79,10 @@ def built(
 ) -> list[Candidate]:
     """Ours and these, each called once."""
     calls: dict[str, Callable[[], Call]] = {
-        OURS: lambda: kernels(case, do, backward_hopper.backward),
+        OURS: lambda: hopper_call(case, do),
         FLEX: lambda: theirs(case, do, FLEX, rig),
         CUDNN: lambda: theirs(case, do, CUDNN, rig),
-        PORTABLE: lambda: kernels(case, do, backward_triton.backward),
+        PORTABLE: lambda: portable_call(case, do),
         FA4: lambda: fa4(name, case, do),
     }
     found = []

@@ -23,9 +23,8 @@ import torch
 from backward import compare, prepared
 from forward import RESULTS, parse_shape
 from hopper import PORTABLE, Row
-from hopper_backward import kernels
+from hopper_backward import hopper_call, portable_call
 
-from scoremod import backward_hopper, backward_triton
 from scoremod import bench as benches
 from scoremod.bench import Candidate, Case, Rig, Shape
 
@@ -37,9 +36,9 @@ ORDERED, UNORDERED = "deterministic", "default"
 def built(case: Case, do: torch.Tensor) -> list[Candidate]:
     """The three candidates, the deterministic one first."""
     calls = {
-        ORDERED: kernels(case, do, backward_hopper.backward, deterministic=True),
-        UNORDERED: kernels(case, do, backward_hopper.backward),
-        PORTABLE: kernels(case, do, backward_triton.backward),
+        ORDERED: hopper_call(case, do, deterministic=True),
+        UNORDERED: hopper_call(case, do),
+        PORTABLE: portable_call(case, do),
     }
     first, second = calls[ORDERED](), calls[ORDERED]()
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True)), "other bits"

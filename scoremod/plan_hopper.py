@@ -26,6 +26,7 @@ from .plan_triton import (
     HEADS_TOGETHER,
     HEADS_TOGETHER_STORED,
     KIND_PLACE,
+    ORDER_PLACE,
     POINTER_TYPE,
     RECORD,
     SCATTERED_PLACE,
@@ -262,6 +263,10 @@ class TileReader:
     @property
     def scattered_place(self) -> int:
         return SCATTERED_PLACE
+
+    @property
+    def order_place(self) -> int:
+        return ORDER_PLACE
 
     @property
     def row_terms(self) -> tuple[LineTerm, ...]:

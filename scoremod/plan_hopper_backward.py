@@ -14,8 +14,11 @@ from typing import Any
 
 from .analysis.linear import slope
 from .analysis.ranges import solve
-from .ir.expr import ONE
+from .ir.capture import Kind
+from .ir.expr import ONE, Expr
 from .passes.derivative import d_ds
+from .passes.distance import added
+from .passes.fold import base2
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
 from .plan_hopper import LineTerm, TensorMap, TileReader, padded, read_ahead
 from .plan_triton import (
@@ -77,6 +80,11 @@ class BackwardConfig:
     # ptxas orders the second consumer's loop as the first one's (benchmarks/NOTES.md).
     never_run: int = 0
 
+    @property
+    def holds_operands(self) -> bool:
+        """Whether left operands take registers that another configuration leaves to the score."""
+        return self.k_in_registers or self.v_in_registers
+
     def __str__(self) -> str:
         words = [f"{self.block_m} queries by {BLOCK_N} keys"]
         words += ["scores early"] if self.early_scores else []
@@ -96,7 +104,8 @@ _PAIRS = (
     _PAIR,
 )
 
-# By padded head dim (the wider of the two), and whether there is a score; the best first. TFLOP/s
+# By padded head dim (the wider of the two), and whether there is a score that is not s and what is
+# added to it; the best first. TFLOP/s
 # of the pairs that the mask keeps, on one H200, bf16, 2x16x8192x128 and 1x32x16384x64, pre- and
 # postprocess included.
 CONFIGS: dict[tuple[int, bool], tuple[BackwardConfig, ...]] = {
@@ -106,7 +115,8 @@ CONFIGS: dict[tuple[int, bool], tuple[BackwardConfig, ...]] = {
     (64, False): _PAIRS,
     (64, True): _PAIRS,
     # Full 519 (dq in its own step 499), causal 499 (463), documents & causal 264 (257), window 1024
-    # 333 (332); without early scores full 481, causal 450 (499 and 484 with, in that race).
+    # 333 (332); without early scores full 481, causal 450 (499 and 484 with, in that race). ALiBi,
+    # as it is split, 495 (dq in its own step 491; not split 481).
     (128, False): (
         _LATE,
         replace(_LATE, masked_in_turn=True),
@@ -114,7 +124,7 @@ CONFIGS: dict[tuple[int, bool], tuple[BackwardConfig, ...]] = {
         replace(_SINGLE, masked_in_turn=True),
         replace(_SINGLE, early_scores=False),
     ),
-    # ALiBi 484 (dq late 475), soft-cap 451 (440). Documents with a soft-cap take the second; by the
+    # Soft-cap 451 (dq late 440). Documents with a soft-cap take the second; by the
     # first, partial tiles access spilled registers 38 times.
     (128, True): (
         _SINGLE,
@@ -172,6 +182,8 @@ _SEGMENTS = (
         masked=False,
     ),
 )
+# What is added to the scores of a program's keys.
+LINE = Param("line", Kind.SCALAR, "f32")
 # Of tiles that a structure names the one that fetches says the number.
 _SAID = "read_number(said.index(step % SAID))"
 
@@ -181,6 +193,7 @@ class GradientReader(TileReader):
 
     functions: tuple[DeviceFunction, ...]
     mask: DeviceFunction | None
+    added: Added | None
     params: tuple[Param, ...]
 
     @property
@@ -223,6 +236,21 @@ class GradientReader(TileReader):
         """What the mask takes: captures, then what was read of rows and of columns."""
         return (*self.params, *self.row_params, *self.column_params)
 
+    @property
+    def adds_by_key(self) -> bool:
+        """Whether what a score adds to s varies with the key."""
+        return self.added is not None and bool(self.added.of_key or self.added.per_key)
+
+    @property
+    def reads_apart(self) -> bool:
+        """Whether something of a query is read by one thread, and handed round."""
+        return bool(self.row_terms) or (self.added is not None and self.added.of_query is not None)
+
+    @property
+    def read_once(self) -> tuple[Param, ...]:
+        """What consumers that own keys know before they visit tiles."""
+        return (*self.column_params, *((LINE,) if self.adds_by_key else ()))
+
 
 @dataclass(frozen=True)
 class HopperBackwardPlan(GradientReader):
@@ -237,6 +265,7 @@ class HopperBackwardPlan(GradientReader):
     results: str  # the names that the score's function gives
     score_without_s: bool  # its value may be no tile
     slope: Slope | None  # of the score by s, unless it is 1
+    added: Added | None  # what the score adds to s, where that is all
     mask: DeviceFunction | None
     queries: DeviceFunction | None  # the first and last query that see a key, where that is solved
     line_terms: tuple[LineTerm, ...]  # what the mask reads of a query, or of a key, alone
@@ -284,6 +313,15 @@ class HopperBackwardPlan(GradientReader):
     def by_kind(self) -> bool:
         """Whether it visits partial ones first."""
         return self.stored and not self.ordered
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the kv tiles of a head are visited in the order of their lengths.
+
+        Beside few heads the longest of a structure would run on alone. Documents 1.02 at head dim
+        128 and 1.08 at 64; with 32 heads in turns 0.91 and 0.97.
+        """
+        return self.by_kind and self.in_slots
 
     @property
     def by_number(self) -> bool:
@@ -436,7 +474,7 @@ def hopper_backward_plan(
     """Decide the main kernel for one configuration."""
     program = with_kernel_names(program, "triton", "hopper")
     by_s, slotted = d_ds(program.given_score), in_slots(program, options)
-    score, results = score_function(program, by_s, ())
+    score, results, more = score_functions(program, by_s)
     mask, queries = program.mask_function, None
     terms: tuple[LineTerm, ...] = ()
     if mask is not None and not options.stored:
@@ -444,7 +482,7 @@ def hopper_backward_plan(
         queries = query_range(piece, f"{program.name}_queries_0", program.params)
     if mask is not None:
         mask, terms = read_ahead(program, mask)
-    functions = (score, mask, queries, *(term.function for term in terms))
+    functions = (score, *functions_of(more), mask, queries, *(t.function for t in terms))
     return HopperBackwardPlan(
         title=f"Attention backward for `{program.name}`: Gluon, {target}",
         comments=program.text,
@@ -455,6 +493,7 @@ def hopper_backward_plan(
         results=results,
         score_without_s=score is not None and "s" not in score.body[0].names,
         slope=None if by_s == ONE else Slope(is_tame(by_s)),
+        added=more,
         mask=mask,
         queries=queries,
         line_terms=terms,
@@ -472,6 +511,41 @@ def hopper_backward_plan(
         block_dv=width_of(options),
         in_slots=slotted,
     )
+
+
+@dataclass(frozen=True)
+class Added:
+    """What a score adds to s in base 2, by what it varies with: s + a(i) + b(j) + c * (j - i)."""
+
+    of_query: DeviceFunction | None
+    of_key: DeviceFunction | None
+    per_key: DeviceFunction | None  # c
+
+
+def is_added(program: Typed) -> bool:
+    """Whether a score is s and what is added to it by query, by key and by distance."""
+    return d_ds(program.given_score) == ONE and added(program.score) is not None
+
+
+def score_functions(program: Typed, by_s: Expr) -> tuple[DeviceFunction | None, str, Added | None]:
+    """The score with its slope, and their names; else what it adds to s."""
+    found = added(program.score) if by_s == ONE else None
+    if found is None:
+        return *score_function(program, by_s, ()), None
+
+    def part(name: str, value: Expr | None, doc: str) -> DeviceFunction | None:
+        if value is None:
+            return None
+        return DeviceFunction(f"{program.name}_{name}", program.params, (base2(value),), doc)
+
+    of_query = part("of_query", found.of_query, "What a query adds to its scores, in base 2.")
+    of_key = part("of_key", found.of_key, "What a key adds to its scores, in base 2.")
+    per_key = part("per_key", found.per_key, "What a key further on adds, in base 2.")
+    return None, "", Added(of_query, of_key, per_key)
+
+
+def functions_of(more: Added | None) -> tuple[DeviceFunction | None, ...]:
+    return () if more is None else (more.of_query, more.of_key, more.per_key)
 
 
 def order_places(options: Options) -> tuple[Argument, ...]:
@@ -529,7 +603,7 @@ def width_of(options: Options) -> int:
 
 def configs_of(program: Typed, options: Options) -> tuple[BackwardConfig, ...]:
     """The configurations for a call, the best first."""
-    return CONFIGS[width_of(options), program.has_score]
+    return CONFIGS[width_of(options), program.has_score and not is_added(program)]
 
 
 # -- the kernels before and after --------------------------------------------------------------

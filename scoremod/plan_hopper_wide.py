@@ -26,7 +26,10 @@ from .plan_hopper import LineTerm, TensorMap, read_ahead
 from .plan_hopper_backward import (
     CONSUMER_REGISTERS,
     WARP_REGISTERS,
+    Added,
     GradientReader,
+    functions_of,
+    score_functions,
     width_of,
 )
 from .plan_triton import (
@@ -144,6 +147,7 @@ class WidePlan(GradientReader):
     results: str  # the names that the score's function gives
     score_without_s: bool  # its value may be no tile
     slope: Slope | None  # of the score by s, unless it is 1
+    added: Added | None  # what the score adds to s, where that is all
     mask: DeviceFunction | None
     # The first and last query that see a key, or key that a query sees, where that is solved:
     queries: DeviceFunction | None
@@ -311,8 +315,12 @@ def wide_plan(
     """Decide one of these kernels; those of queries sum what `learned` asks for."""
     program = with_kernel_names(program, "triton", "hopper")
     by_s = d_ds(program.given_score)
-    mine = _row_reads(program, options, learned) if kernel != KEYS else []
-    score, results = score_function(program, by_s, mine)
+    mine: list[tuple[int, Read]] = []
+    if kernel == KEYS:
+        score, results, more = score_functions(program, by_s)
+    else:
+        mine = _row_reads(program, options, learned)
+        (score, results), more = score_function(program, by_s, mine), None
     mask, queries, keys = program.mask_function, None, None
     if mask is not None and not options.stored:
         if kernel == KEYS:
@@ -324,7 +332,14 @@ def wide_plan(
     terms: tuple[LineTerm, ...] = ()
     if mask is not None:
         mask, terms = read_ahead(program, mask)
-    functions = (score, mask, queries, keys, *(term.function for term in terms))
+    functions = (
+        score,
+        *functions_of(more),
+        mask,
+        queries,
+        keys,
+        *(term.function for term in terms),
+    )
     return WidePlan(
         kernel=kernel,
         title=f"{TITLE_OF[kernel]} of `{program.name}`: Gluon, {target}",
@@ -336,6 +351,7 @@ def wide_plan(
         results=results,
         score_without_s=score is not None and "s" not in score.body[0].names,
         slope=None if by_s == ONE else Slope(is_tame(by_s)),
+        added=more,
         mask=mask,
         queries=queries,
         keys=keys,

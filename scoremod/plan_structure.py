@@ -20,6 +20,7 @@ from .plan import DeviceFunction, Param, Typed, with_kernel_names
 from .plan_triton import (
     KIND_PLACE,
     MAP_PLACE,
+    ORDER_PLACE,
     RECORD,
     SCATTERED_PLACE,
     STORED_RUNS,
@@ -166,6 +167,20 @@ class StructurePlan:
     def map_place(self) -> int:
         """Where the record has how many words of tiles its map has."""
         return MAP_PLACE
+
+    @property
+    def order_place(self) -> int:
+        """Where the n-th row's record has which row is the n-th longest."""
+        return ORDER_PLACE
+
+    @property
+    def partial_count_place(self) -> int:
+        """Where a record has how many tiles of a kind there are."""
+        return KIND_PLACE["partial"] + 2 * STORED_RUNS - 1
+
+    @property
+    def full_count_place(self) -> int:
+        return KIND_PLACE["full"] + 2 * STORED_RUNS - 1
 
     @property
     def transposed_offsets(self) -> bool:

@@ -155,10 +155,12 @@ class Stretch:
 STORED_RUNS = 4
 # A row of tiles in a stored structure, in int32: shifts and counts of partial and of full runs,
 # then whether there are more runs than that, and how many words the map has; the partial count is
-# that of all tiles where there are more.
+# that of all tiles where there are more. The n-th row of a transposed structure has, last,
+# which row has the n-th most tiles.
 KIND_PLACE = {"partial": 0, "full": 2 * STORED_RUNS}
 SCATTERED_PLACE = 4 * STORED_RUNS
 MAP_PLACE = SCATTERED_PLACE + 1
+ORDER_PLACE = MAP_PLACE + 1
 RECORD = 32  # 128 bytes, a cache line
 
 

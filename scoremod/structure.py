@@ -54,6 +54,7 @@ class Structure:
     sizes: tuple[int, ...]
     stride_b: int
     stride_h: int
+    transposed: bool
 
     def make(self, device: torch.device, shared: Sequence[Any], blocks: Sequence[Any]) -> Stored:
         """A new structure; `shared` are the values of `plan_triton.shared_arguments`."""
@@ -75,8 +76,8 @@ class Structure:
         if self.summaries and columns:
             self.kernel.run(columns, values)
         if self.structures * self.row_tiles:
-            values[0] = CLASSIFY
-            self.kernel.run(self.structures * self.row_tiles, values)
+            for values[0] in (CLASSIFY, ORDER) if self.transposed else (CLASSIFY,):
+                self.kernel.run(self.structures * self.row_tiles, values)
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ def structure(
         (sizes.q_len, sizes.kv_len, sizes.gqa_group, structures_h),
         structures_h if structures_b > 1 else 0,
         1 if structures_h > 1 else 0,
+        transposed,
     )
 
 
@@ -140,7 +142,7 @@ def differing(
 # -- the kernel --------------------------------------------------------------------------------
 
 # What a launch does: `phase` of the kernel.
-SUMMARIZE, CLASSIFY = 0, 1
+SUMMARIZE, CLASSIFY, ORDER = 0, 1, 2
 
 
 def structure_kernel(

@@ -10,8 +10,8 @@ from test_hopper import program
 
 from scoremod import Variant, parse, variants
 from scoremod.ir.evaluate import evaluate
-from scoremod.ir.expr import index
-from scoremod.passes.distance import by_distance
+from scoremod.ir.expr import Expr, index
+from scoremod.passes.distance import added, by_distance
 
 EVEN = {
     "alibi": variants.alibi,
@@ -63,3 +63,60 @@ def test_the_parts_read_no_place(name: str) -> None:
 def test_other_scores_stay_as_they_are(name: str) -> None:
     variant: Variant = OTHERS[name]
     assert by_distance(program(variant).score) is None
+
+
+# -- what is added to s ------------------------------------------------------------------------
+
+GATES = parse("variant gates(t: float[N]) { score s + t[i] - t[j] }")
+ALL_OF_THEM = parse(
+    "variant all_of(m: float, t: float[N]) { score s - m * (i - j) + (t[i] - t[j]) / 4.0 }"
+)
+SUMS = {
+    "alibi": (variants.alibi, {"per_key"}),
+    "forget gates": (GATES, {"of_query", "of_key"}),
+    "keys": (parse("variant keys(t: float[N]) { score s - 2.0 * t[j] }"), {"of_key"}),
+    "queries": (parse("variant queries(t: float[N]) { score t[i] + s }"), {"of_query"}),
+    "all of them": (ALL_OF_THEM, {"of_query", "of_key", "per_key"}),
+    "a number": (parse("variant number(m: float) { score s + m }"), {"of_query"}),
+}
+NO_SUMS = {
+    "s alone": parse("variant alone() { score s }"),
+    "scaled": parse("variant scaled(t: float[N]) { score 2.0 * s + t[j] }"),
+    "a table of pairs": parse("variant pairs(t: float[N, N]) { score s + t[i, j] }"),
+    "either side": variants.symmetric_alibi,
+    "soft-cap": variants.softcap,
+    "distances of two slopes": parse(
+        "variant two(m: float, t: float[N]) { score s + m * (i - j) + t[i] * (i - j) }"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+@given(s=st.floats(-50, 50), i=st.integers(0, 9), j=st.integers(0, 9))
+def test_the_parts_make_what_is_added(name: str, s: float, i: int, j: int) -> None:
+    variant, there = SUMS[name]
+    score = program(variant).score
+    found = added(score)
+    assert found is not None
+    assert {x for x in ("of_query", "of_key", "per_key") if getattr(found, x) is not None} == there
+    captures = {"slopes": np.array([0.25]), "m": 0.25, "t": np.linspace(-3.0, 7.0, 10)}
+    values = {"s": s, "i": i, "j": j, "h": 0, "b": 0, **captures}
+
+    def value(x: Expr | None) -> float:
+        return 0.0 if x is None else float(evaluate(x, values))
+
+    total = s + value(found.of_query) + value(found.of_key) + value(found.per_key) * (j - i)
+    assert float(evaluate(score, values)) == pytest.approx(total, rel=1e-12, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_no_part_reads_what_it_does_not_vary_with(name: str) -> None:
+    found = added(program(SUMS[name][0]).score)
+    assert found is not None
+    apart = (found.of_query, {"j", "s"}), (found.of_key, {"i", "s"}), (found.per_key, {"i", "j"})
+    assert all(not x.names & others for x, others in apart if x is not None)
+
+
+@pytest.mark.parametrize("name", NO_SUMS)
+def test_nothing_else_is_taken_apart(name: str) -> None:
+    assert added(program(NO_SUMS[name]).score) is None

@@ -362,9 +362,14 @@ def kernel() -> Kernel:
 
 
 def test_what_the_assembler_may_complain_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plans(NOOP)[0]
+    first = plans(NOOP)[0]
 
-    def said(warnings: tuple[str, ...] = (), shared: int = 2**17, spilled: int = 0) -> str:
+    def said(
+        warnings: tuple[str, ...] = (),
+        shared: int = 2**17,
+        spilled: int = 0,
+        plan: HopperBackwardPlan = first,
+    ) -> str:
         monkeypatch.setattr(
             "scoremod.backends.compile_hopper_backward.spills_in_loops", lambda image: spilled
         )
@@ -376,8 +381,12 @@ def test_what_the_assembler_may_complain_of(monkeypatch: pytest.MonkeyPatch) -> 
     assert said((note,)) == "its products would run one after the other"
     assert said(shared=2**18) == "262144 bytes of shared memory"
     assert said(spilled=SPILLS) == "" and said(spilled=SPILLS + 1).startswith("21 accesses to")
-    with pytest.raises(BackendUnavailable, match=r"needs more registers.*201 accesses"):
-        said(spilled=201)
+    holds_k_and_v, holds_v, holds_none = plans(NOOP, 64)
+    for plan in (holds_k_and_v, holds_v):
+        assert said(spilled=201, plan=plan).startswith("201 accesses to")
+    for plan in (first, holds_none):
+        with pytest.raises(BackendUnavailable, match=r"needs more registers.*201 accesses"):
+            said(spilled=201, plan=plan)
 
 
 # -- what is rendered --------------------------------------------------------------------------
@@ -415,6 +424,20 @@ def test_a_mask_and_a_slope_cost_only_where_they_are() -> None:
     assert "chained(p, slope)" in backward_hopper.source(
         plans(parse("variant v() { score sqrt(s) }"))[0]
     )
+
+
+def test_what_changes_evenly_with_distance_is_split() -> None:
+    evenly = ("s - t[h] * (i - j)", "s + (j - i) / 8.0", "s - 0.5 * t[h] * float(i - j)")
+    for score in evenly:
+        plan = plans(parse(f"variant v(t: f32[H]) {{ score {score} mask j <= i }}"))[0]
+        text = backward_hopper.source(plan)
+        assert plan.config == CONFIGS[128, False][0] and plan.added and plan.added.per_key
+        assert "v_per_key(" in text and "v_dscore" not in text and "- of_query[None" in text
+    others = ("t[h] * s + (j - i)", "s - abs(i - j)", "s - t[h] * (i + j)", "tanh(s) + (j - i)")
+    for score in others:
+        plan = plans(parse(f"variant v(t: f32[H]) {{ score {score} mask j <= i }}"))[0]
+        assert plan.config == CONFIGS[128, True][0] and plan.added is None
+        assert "v_dscore" in backward_hopper.source(plan)
 
 
 def test_a_structure_is_read_where_queries_are_not_one_range() -> None:

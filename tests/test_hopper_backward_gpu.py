@@ -23,6 +23,10 @@ QUERY_BIAS = parse("variant query_bias(t: f32[B, H, Lq]) { score s + 2.0 * t[b, 
 WEIGHTED_KEYS = parse("variant keys(t: f32[Lk]) { score s - t[j] * (i - j) mask j <= i }")
 LOGS = parse("variant logs() { score s + log(1.0 + (i - j)) mask j <= i }")
 ROOTS = parse("variant roots() { score 2.0 * sqrt(abs(s)) mask j <= i }")
+BAND = parse(
+    "variant band(t: f32[H], n: int) { score s - t[h] * (i - j) mask j <= i and i - j < n }"
+)
+RISING = parse("variant rising(t: f32[H]) { score s + t[h] * (j - i) }")
 SOFTCAP, ALIBI = variants.softcap & variants.causal, variants.alibi & variants.causal
 DOCUMENTS = variants.document & variants.causal
 CAPPED_DOCUMENTS = variants.softcap & DOCUMENTS
@@ -39,6 +43,18 @@ Tables = Callable[[], dict[str, Any]]
 def offsets() -> dict[str, Any]:
     first = torch.tensor([3, 100], dtype=torch.int32, device="cuda")
     return {"q_offset": first, "slopes": 0.1 * torch.rand(4, device="cuda")}
+
+
+def slopes() -> dict[str, Any]:
+    return {"slopes": torch.tensor([0.5, 0.25, 0.1, 0.01], device="cuda")}
+
+
+def rises() -> dict[str, Any]:
+    return {"t": torch.tensor([0.5, 0.1, -0.5, -0.01], device="cuda")}
+
+
+def band() -> dict[str, Any]:
+    return {"n": 90, "t": torch.tensor([0.5, 0.25, 0.1, 0.01], device="cuda")}
 
 
 def widths() -> dict[str, Any]:
@@ -135,6 +151,20 @@ CASES: dict[str, Case] = {
     "soft-cap, narrow": Case(SOFTCAP, 333, 333, 64, kv_heads=2),
     "offsets per sequence": Case(ALIBI, 300, 400, 128, kv_heads=2, tables=offsets),
     "offsets per sequence, narrow": Case(ALIBI, 300, 400, 64, kv_heads=2, tables=offsets),
+    "slopes and a window": Case(BAND, 600, 620, 128, kv_heads=2, tables=band),
+    "slopes and a window, narrow": Case(BAND, 600, 620, 64, kv_heads=1, tables=band),
+    "slopes without a mask, fp16": Case(RISING, 1500, 1500, 128, dtype=f16, tables=rises),
+    "slopes without a mask, narrow": Case(RISING, 1500, 1500, 64, kv_heads=2, tables=rises),
+    "slopes and keys that end": Case(
+        ALIBI, 300, 300, 128, tables=slopes, call={"ends": (1, 200), "q_offset": 7}
+    ),
+    "slopes and documents": Case(
+        variants.alibi & DOCUMENTS,
+        900,
+        900,
+        64,
+        tables=lambda: slopes() | documents(600, 40, 260, batch=2)(),
+    ),
     "a padded head dim": Case(variants.causal, 457, 457, 96),
     "two head dims": Case(NOOP, 300, 300, 72, 128),
     "two head dims, one of them half": Case(variants.causal, 300, 300, 64, 128),
@@ -199,6 +229,8 @@ WIDE: dict[str, Case] = {
     ),
     "soft-cap": Case(SOFTCAP, 333, 333, 256, kv_heads=2),
     "offsets per sequence": Case(ALIBI, 300, 400, 256, kv_heads=2, tables=offsets),
+    "slopes and a window": Case(BAND, 600, 620, 256, kv_heads=2, tables=band),
+    "slopes without a mask, fp16": Case(RISING, 1500, 1500, 192, dtype=f16, tables=rises),
     "rows and keys without pairs": Case(GAPS, 300, 300, 256),
     "ranges by head": Case(HEADS, 500, 500, 192, kv_heads=2, tables=widths),
     "k and v for all sequences": Case(variants.causal, 300, 300, 256, kv_heads=2, kv_batch=1),

@@ -21,7 +21,7 @@ from scoremod.inputs import shared_values
 from scoremod.ir.capture import Capture, Kind
 from scoremod.ir.expr import Expr
 from scoremod.plan import Param, S, Typed
-from scoremod.plan_triton import RECORD, SCATTERED_PLACE, STORED_RUNS, Options
+from scoremod.plan_triton import ORDER_PLACE, RECORD, SCATTERED_PLACE, STORED_RUNS, Options
 from scoremod.structure import Sizes, Stored, structure
 
 Array = np.ndarray[Any, Any]
@@ -71,7 +71,11 @@ def kinds_of(mask: Expr, launch: Launch, *, transposed: bool = False) -> Array:
     how = structure(program, chosen, sizes, blocks, TRITON, transposed=transposed)
     stored = how.make(TRITON, shared_values(launch.q_offset, None, values), ())
     assert stored.runs.shape == (how.structures * how.row_tiles, RECORD)
-    return unpacked(stored, how.column_tiles)
+    kinds = unpacked(stored, how.column_tiles)
+    if transposed:
+        tiles, order = (kinds > 0).sum(1), stored.runs[:, ORDER_PLACE].cpu().numpy()
+        assert (order == np.argsort(-tiles, kind="stable")).all()
+    return kinds
 
 
 def typed_mask(mask: Expr, launch: Launch) -> tuple[Typed, tuple[Bound, ...]]:
@@ -149,6 +153,13 @@ def test_large_tiles_are_looked_into_in_parts(transposed: bool) -> None:
     blocks, launch = (128, 128), Launch(300, 500, 128, 128, q_offset=5)
     kinds = kinds_of(mask, launch, transposed=transposed)
     check(kinds, launch.dense(mask), blocks, transposed=transposed)
+
+
+def test_the_longest_of_many_rows_come_first() -> None:
+    # More rows than are looked at at a time.
+    mask, launch = parse("(i // 8) % 4 >= (j // 8) % 5"), Launch(32, 1100, 8, 8)
+    kinds = kinds_of(mask, launch, transposed=True)
+    check(kinds, launch.dense(mask), (8, 8), transposed=True)
 
 
 # -- batches, heads, prepared structures -------------------------------------------------------

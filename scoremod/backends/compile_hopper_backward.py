@@ -40,7 +40,7 @@ def complaint(compiled: Compiled, plan: HopperBackwardPlan) -> str:
     if found := flaw(compiled, plan.target):
         return found
     spilled = spills_in_loops(compiled.image) if compiled.report.spills else 0
-    if spilled > HOPELESS:
+    if spilled > HOPELESS and not plan.config.holds_operands:
         raise Refused(
             f"the slope of `{plan.score.name if plan.score else MAIN}` needs more registers than a "
             f"consumer has: {spilled} accesses to spilled ones a q tile",

@@ -1,4 +1,7 @@
-"""Scores that change evenly with distance, as those of ALiBi: slope * s + per_key * (j - i).
+"""Scores that are s and what is added to it, and that change evenly with distance, as ALiBi's.
+
+slope * s + per_key * (j - i)           a forward's
+s + a(i) + b(j) + per_key * (j - i)     a backward's
 
 With n for the first key of a kv tile, per_key * (j - n) is the same for all rows of the tile, and
 per_key * (n - i) belongs to what a softmax takes off a row: one product and one sum a pair, where
@@ -10,9 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..ir.expr import ONE, Expr
+from ..ir.expr import ONE, ZERO, Expr
 from ..ir.ops import Op
-from .fold import affine_in_s
+from .fold import affine_in_s, split_terms
 from .linear import linear
 
 
@@ -22,6 +25,31 @@ class ByDistance:
 
     slope: Expr
     per_key: Expr
+
+
+@dataclass(frozen=True)
+class Added:
+    """s + of_query + of_key + per_key * (j - i): no j in the first, no i in the second, no s.
+
+    None for what is not there.
+    """
+
+    of_query: Expr | None
+    of_key: Expr | None
+    per_key: Expr | None
+
+
+def added(score: Expr) -> Added | None:
+    """A score in this form, or None; none is s alone."""
+    found = affine_in_s(score)
+    if found is None or found.slope != ONE or found.offset == ZERO:
+        return None
+    terms = split_terms(found.offset)
+    per_key = None if terms.mixed == ZERO else _per_key(terms.mixed)
+    if per_key is None and terms.mixed != ZERO:
+        return None
+    of_query, of_key = (None if x == ZERO else x for x in (terms.row, terms.column))
+    return Added(of_query, of_key, per_key)
 
 
 def by_distance(score: Expr) -> ByDistance | None:
