@@ -17,7 +17,7 @@ from .ir.capture import Kind
 from .ir.expr import TRUE, Expr, capture, index, substitute
 from .ir.ops import Type
 from .passes.derivative import d_ds
-from .passes.distance import by_distance
+from .passes.distance import added
 from .passes.fold import base2
 from .passes.lines import LineRead, line_reads, without_line_reads
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
@@ -104,7 +104,7 @@ class Tiles(Enum):
     ALL = "all"  # no mask
     MASKED = "masked"  # found from the first and last keys
     SCORED = "scored"  # the same, with a score
-    SLOPED = "sloped"  # with a score that changes evenly with distance
+    ADDED = "added"  # with a score that is added to s by query, by key and by distance
     STORED = "stored"  # read from a structure
 
 
@@ -118,7 +118,7 @@ CONFIGS: dict[tuple[int, Tiles], tuple[Config, ...]] = {
     # Soft-cap 300, 285 with 2 consumers.
     (64, Tiles.SCORED): _and_lighter(_WIDE, _PAIR_IN_THREE_STAGES),
     # With 3 consumers 44 spilled registers a tile.
-    (64, Tiles.SLOPED): _and_lighter(_PAIR_IN_THREE_STAGES),
+    (64, Tiles.ADDED): _and_lighter(_PAIR_IN_THREE_STAGES),
     # A structure has q tiles of powers of two: 222.
     (64, Tiles.STORED): _and_lighter(_PAIR_IN_THREE_STAGES),
     # 686, 682 not in turns.
@@ -128,7 +128,7 @@ CONFIGS: dict[tuple[int, Tiles], tuple[Config, ...]] = {
     # Soft-cap 491, 475 masked before exp2. All others are: masked after it, ALiBi has 0.93 of that
     # speed, a window 1.02, causal 1.01. Before, p converted late was no faster, two loops 1.01.
     (128, Tiles.SCORED): (_SCORED_PAIR, *_and_lighter(_SLOPED_PAIR)[1:]),
-    (128, Tiles.SLOPED): _and_lighter(_SLOPED_PAIR),
+    (128, Tiles.ADDED): _and_lighter(_SLOPED_PAIR),
     # Documents 346, 312 in two loops.
     (128, Tiles.STORED): _and_lighter(_PAIR_IN_ONE_LOOP),
     # Full 694, in turns 696; causal 669 and 657.
@@ -241,6 +241,20 @@ class TileReader:
 
     options: Options
     line_terms: tuple[LineTerm, ...]
+    added: Added | None
+
+    @property
+    def of_query(self) -> DeviceFunction | None:
+        """What a score adds to s by query; by key and by distance, next."""
+        return self.added.of_query if self.added else None
+
+    @property
+    def of_key(self) -> DeviceFunction | None:
+        return self.added.of_key if self.added else None
+
+    @property
+    def per_key(self) -> DeviceFunction | None:
+        return self.added.per_key if self.added else None
 
     @property
     def stored(self) -> bool:
@@ -288,9 +302,7 @@ class HopperPlan(TileReader):
     options: Options
     functions: tuple[DeviceFunction, ...]
     score: DeviceFunction | None
-    # In place of a score slope * s + per_key * (j - i):
-    slope: DeviceFunction | None
-    per_key: DeviceFunction | None
+    added: Added | None  # in place of such a score
     mask: DeviceFunction | None
     keys: DeviceFunction | None  # the first and last key that a row sees, where that is the mask
     masks_by_keys: bool  # pairs are masked by these, and not by the mask itself
@@ -366,14 +378,19 @@ class HopperPlan(TileReader):
         return tuple(a for a in self.arguments if a.name in known)
 
     @property
-    def by_distance(self) -> bool:
-        """Whether scores change evenly with distance."""
-        return self.per_key is not None
+    def reads_apart(self) -> bool:
+        """Whether something of a key is read by one thread, and handed round."""
+        return bool(self.column_terms) or self.of_key is not None
+
+    @property
+    def and_of_key(self) -> str:
+        """What a key adds to its scores, as an argument."""
+        return ", of_key" if self.of_key else ""
 
     @property
     def changes_scores(self) -> bool:
         """Whether the variant has a score besides s."""
-        return self.score is not None or self.by_distance
+        return self.score is not None or self.added is not None
 
     @property
     def scale_in_softmax(self) -> bool:
@@ -480,7 +497,7 @@ class HopperPlan(TileReader):
 def hopper_plan(program: Typed, options: Options, target: Target, config: Config) -> HopperPlan:
     """Decide the forward kernel for one configuration."""
     program = with_kernel_names(program, "triton", "hopper")
-    score, slope, per_key = score_functions(program)
+    score, more = score_functions(program)
     mask = program.mask_function
     keys, masks_by_keys = None, False
     if mask is not None and not options.stored:
@@ -494,8 +511,7 @@ def hopper_plan(program: Typed, options: Options, target: Target, config: Config
         mask, terms = read_ahead(program, mask)
     functions = (
         score,
-        slope,
-        per_key,
+        *((more.slope, *more.parts) if more else ()),
         None if masks_by_keys else mask,
         *(t.function for t in terms),
         keys,
@@ -507,8 +523,7 @@ def hopper_plan(program: Typed, options: Options, target: Target, config: Config
         options=options,
         functions=tuple(f for f in functions if f is not None),
         score=score,
-        slope=slope,
-        per_key=per_key,
+        added=more,
         mask=mask,
         keys=keys,
         masks_by_keys=masks_by_keys,
@@ -529,24 +544,52 @@ def sharpens(program: Typed) -> bool:
     return bool(slope.lo < -2 or slope.hi > 2)
 
 
-def score_functions(program: Typed) -> tuple[DeviceFunction | None, ...]:
-    """A score of s = q k^T in base 2, or in its place its slope and what a key further on adds."""
+@dataclass(frozen=True)
+class Added:
+    """In place of a score: what s is multiplied by, and what is added to it, in base 2."""
+
+    slope: DeviceFunction
+    of_query: DeviceFunction | None
+    of_key: DeviceFunction | None
+    per_key: DeviceFunction | None
+
+    @property
+    def parts(self) -> tuple[DeviceFunction | None, ...]:
+        return self.of_query, self.of_key, self.per_key
+
+
+def score_functions(program: Typed) -> tuple[DeviceFunction | None, Added | None]:
+    """A score of s = q k^T in base 2, or its parts in its place."""
     written = program.score_function
     if written is None:
-        return None, None, None
-    scale = capture("sm_scale", Type.FLOAT)
-    found = by_distance(program.score)
-    if found is None:
-        # So that scale and log2(e) meet the constants of the score.
-        raw = substitute(program.score, {"s": index("s") * scale})
-        doc = "The score of s = q k^T, times log2(e)."
-        return DeviceFunction(written.name, written.params, (base2(raw),), doc), None, None
+        return None, None
+    if (more := added_functions(program)) is not None:
+        return None, more
+    # So that scale and log2(e) meet the constants of the score.
+    raw = substitute(program.score, {"s": index("s") * capture("sm_scale", Type.FLOAT)})
+    doc = "The score of s = q k^T, times log2(e)."
+    return DeviceFunction(written.name, written.params, (base2(raw),), doc), None
+
+
+def added_functions(program: Typed) -> Added | None:
+    """The parts of a score that is added to s; None for others."""
+    found, written = added(program.score), program.score_function
+    if found is None or written is None:
+        return None
 
     def part(name: str, value: Expr, doc: str) -> DeviceFunction:
         return DeviceFunction(f"{written.name}_{name}", written.params, (base2(value),), doc)
 
-    slope = part("slope", found.slope * scale, "What q k^T is multiplied by, log2(e) in it.")
-    return None, slope, part("per_key", found.per_key, "What a key further on adds, in base 2.")
+    def maybe(name: str, value: Expr | None, doc: str) -> DeviceFunction | None:
+        return None if value is None else part(name, value, doc)
+
+    scale = capture("sm_scale", Type.FLOAT)
+    return Added(
+        part("slope", found.slope * scale, "What q k^T is multiplied by, log2(e) in it."),
+        maybe("of_query", found.of_query, "What a query adds to its scores, in base 2."),
+        maybe("of_key", found.of_key, "What a key adds to its scores, in base 2."),
+        maybe("per_key", found.per_key, "What a key further on adds, in base 2."),
+    )
 
 
 def read_ahead(program: Typed, mask: DeviceFunction) -> tuple[DeviceFunction, tuple[LineTerm, ...]]:
@@ -585,7 +628,7 @@ def tiles_of(program: Typed, options: Options) -> Tiles:
         return Tiles.ALL
     if not program.has_score:
         return Tiles.MASKED
-    return Tiles.SLOPED if by_distance(program.score) else Tiles.SCORED
+    return Tiles.ADDED if added(program.score) else Tiles.SCORED
 
 
 def configs_of(program: Typed, options: Options) -> tuple[Config, ...]:

@@ -8,7 +8,7 @@ assembler takes as it was meant is used.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +18,17 @@ from .ir.capture import Kind
 from .ir.expr import ONE, Expr
 from .passes.derivative import d_ds
 from .passes.distance import added
-from .passes.fold import base2
+from .passes.patterns import Read
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
-from .plan_hopper import LineTerm, TensorMap, TileReader, padded, read_ahead
+from .plan_hopper import (
+    Added,
+    LineTerm,
+    TensorMap,
+    TileReader,
+    added_functions,
+    padded,
+    read_ahead,
+)
 from .plan_triton import (
     ELEMENT_BYTES,
     HEADS_TOGETHER_STORED,
@@ -193,7 +201,6 @@ class GradientReader(TileReader):
 
     functions: tuple[DeviceFunction, ...]
     mask: DeviceFunction | None
-    added: Added | None
     params: tuple[Param, ...]
 
     @property
@@ -239,12 +246,12 @@ class GradientReader(TileReader):
     @property
     def adds_by_key(self) -> bool:
         """Whether what a score adds to s varies with the key."""
-        return self.added is not None and bool(self.added.of_key or self.added.per_key)
+        return self.of_key is not None or self.per_key is not None
 
     @property
     def reads_apart(self) -> bool:
         """Whether something of a query is read by one thread, and handed round."""
-        return bool(self.row_terms) or (self.added is not None and self.added.of_query is not None)
+        return bool(self.row_terms) or self.of_query is not None
 
     @property
     def read_once(self) -> tuple[Param, ...]:
@@ -482,7 +489,7 @@ def hopper_backward_plan(
         queries = query_range(piece, f"{program.name}_queries_0", program.params)
     if mask is not None:
         mask, terms = read_ahead(program, mask)
-    functions = (score, *functions_of(more), mask, queries, *(t.function for t in terms))
+    functions = (score, *(more.parts if more else ()), mask, queries, *(t.function for t in terms))
     return HopperBackwardPlan(
         title=f"Attention backward for `{program.name}`: Gluon, {target}",
         comments=program.text,
@@ -513,39 +520,17 @@ def hopper_backward_plan(
     )
 
 
-@dataclass(frozen=True)
-class Added:
-    """What a score adds to s in base 2, by what it varies with: s + a(i) + b(j) + c * (j - i)."""
-
-    of_query: DeviceFunction | None
-    of_key: DeviceFunction | None
-    per_key: DeviceFunction | None  # c
-
-
 def is_added(program: Typed) -> bool:
     """Whether a score is s and what is added to it by query, by key and by distance."""
     return d_ds(program.given_score) == ONE and added(program.score) is not None
 
 
-def score_functions(program: Typed, by_s: Expr) -> tuple[DeviceFunction | None, str, Added | None]:
-    """The score with its slope, and their names; else what it adds to s."""
-    found = added(program.score) if by_s == ONE else None
-    if found is None:
-        return *score_function(program, by_s, ()), None
-
-    def part(name: str, value: Expr | None, doc: str) -> DeviceFunction | None:
-        if value is None:
-            return None
-        return DeviceFunction(f"{program.name}_{name}", program.params, (base2(value),), doc)
-
-    of_query = part("of_query", found.of_query, "What a query adds to its scores, in base 2.")
-    of_key = part("of_key", found.of_key, "What a key adds to its scores, in base 2.")
-    per_key = part("per_key", found.per_key, "What a key further on adds, in base 2.")
-    return None, "", Added(of_query, of_key, per_key)
-
-
-def functions_of(more: Added | None) -> tuple[DeviceFunction | None, ...]:
-    return () if more is None else (more.of_query, more.of_key, more.per_key)
+def score_functions(
+    program: Typed, by_s: Expr, reads: Sequence[tuple[int, Read]] = ()
+) -> tuple[DeviceFunction | None, str, Added | None]:
+    """The score with its slopes, and their names; else what it adds to s."""
+    more = added_functions(program) if by_s == ONE and not reads else None
+    return (None, "", more) if more else (*score_function(program, by_s, reads), None)
 
 
 def order_places(options: Options) -> tuple[Argument, ...]:

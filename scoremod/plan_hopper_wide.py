@@ -22,13 +22,11 @@ from .ir.expr import ONE
 from .passes.derivative import d_ds
 from .passes.patterns import Pattern, Read
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
-from .plan_hopper import LineTerm, TensorMap, read_ahead
+from .plan_hopper import Added, LineTerm, TensorMap, read_ahead
 from .plan_hopper_backward import (
     CONSUMER_REGISTERS,
     WARP_REGISTERS,
-    Added,
     GradientReader,
-    functions_of,
     score_functions,
     width_of,
 )
@@ -50,7 +48,6 @@ from .plan_triton_backward import (
     is_tame,
     query_range,
     reads_of,
-    score_function,
 )
 from .target import Target
 
@@ -255,6 +252,11 @@ class WidePlan(GradientReader):
         return ", ".join(["nothing"] * (1 + 2 * len(self.sums)))
 
     @property
+    def reads_keys_apart(self) -> bool:
+        """Whether something of a key is read by one thread, and handed round."""
+        return bool(self.column_terms) or self.of_key is not None
+
+    @property
     def and_slopes(self) -> str:
         """What the score's function gives but for the score."""
         return self.results.removeprefix("s")
@@ -315,12 +317,8 @@ def wide_plan(
     """Decide one of these kernels; those of queries sum what `learned` asks for."""
     program = with_kernel_names(program, "triton", "hopper")
     by_s = d_ds(program.given_score)
-    mine: list[tuple[int, Read]] = []
-    if kernel == KEYS:
-        score, results, more = score_functions(program, by_s)
-    else:
-        mine = _row_reads(program, options, learned)
-        (score, results), more = score_function(program, by_s, mine), None
+    mine = _row_reads(program, options, learned) if kernel != KEYS else []
+    score, results, more = score_functions(program, by_s, mine)
     mask, queries, keys = program.mask_function, None, None
     if mask is not None and not options.stored:
         if kernel == KEYS:
@@ -334,7 +332,7 @@ def wide_plan(
         mask, terms = read_ahead(program, mask)
     functions = (
         score,
-        *functions_of(more),
+        *(more.parts if more else ()),
         mask,
         queries,
         keys,

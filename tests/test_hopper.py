@@ -141,7 +141,7 @@ def test_explain_names_the_backend_or_why_not() -> None:
         (variants.softcap, Tiles.ALL),
         (variants.causal, Tiles.MASKED),
         (variants.softcap & variants.causal, Tiles.SCORED),
-        (variants.alibi & variants.causal, Tiles.SLOPED),
+        (variants.alibi & variants.causal, Tiles.ADDED),
         (variants.document, Tiles.STORED),
     ],
     ids=["noop", "softcap", "causal", "softcap and causal", "alibi and causal", "document"],
@@ -368,15 +368,24 @@ def test_the_first_maximum_is_not_kept_where_gradients_would_feel_it() -> None:
         assert plan.renews == renews and tries == (["True"] if renews else ["True", "False"])
 
 
-def test_a_score_by_distance_is_its_parts() -> None:
-    for variant, parts in ((variants.alibi, True), (variants.symmetric_alibi, False)):
+def test_what_is_added_to_s_is_its_parts() -> None:
+    gates = parse("variant gates(t: f32[L]) { score s + t[i] - t[j] mask j <= i }")
+    query = parse("variant query(t: f32[L]) { score 2.0 * s + t[i] }")
+    for variant, parts in (
+        (variants.alibi, {"slope", "per_key"}),
+        (gates, {"slope", "of_query", "of_key"}),
+        (query, {"slope", "of_query"}),
+        (variants.symmetric_alibi, set()),
+    ):
         plan = plans(variant)[0]
-        functions = {
-            n.name for n in ast.parse(attend_hopper.source(plan)).body if hasattr(n, "name")
-        }
-        assert plan.by_distance is parts
-        assert (f"{variant.name}_score" in functions) is not parts
-        assert ({f"{variant.name}_score_{x}" for x in ("slope", "per_key")} <= functions) is parts
+        text = attend_hopper.source(plan)
+        functions = {n.name for n in ast.parse(text).body if hasattr(n, "name")}
+        assert (plan.added is not None) is bool(parts)
+        assert (f"{variant.name}_score" in functions) is not bool(parts)
+        said = ("slope", "of_query", "of_key", "per_key")
+        assert {x for x in said if f"{variant.name}_score_{x}" in functions} == parts
+        # What a key adds is read by one thread of it, and handed round.
+        assert ("gl.convert_layout(of_key, COLUMN)" in text) is ("of_key" in parts)
 
 
 def _portable_arguments(**options: Any) -> tuple[Any, ...]:

@@ -432,7 +432,7 @@ def test_what_changes_evenly_with_distance_is_split() -> None:
         plan = plans(parse(f"variant v(t: f32[H]) {{ score {score} mask j <= i }}"))[0]
         text = backward_hopper.source(plan)
         assert plan.config == CONFIGS[128, False][0] and plan.added and plan.added.per_key
-        assert "v_per_key(" in text and "v_dscore" not in text and "- of_query[None" in text
+        assert "v_score_per_key(" in text and "v_dscore" not in text and "- of_query[None" in text
     others = ("t[h] * s + (j - i)", "s - abs(i - j)", "s - t[h] * (i + j)", "tanh(s) + (j - i)")
     for score in others:
         plan = plans(parse(f"variant v(t: f32[H]) {{ score {score} mask j <= i }}"))[0]

@@ -27,6 +27,10 @@ BAND = parse(
     "variant band(t: f32[H], n: int) { score s - t[h] * (i - j) mask j <= i and i - j < n }"
 )
 RISING = parse("variant rising(t: f32[H]) { score s + t[h] * (j - i) }")
+GATES = parse("variant gates(t: f32[B, H, L]) { score s + t[b, h, i] - t[b, h, j] mask j <= i }")
+PARTS = parse(
+    "variant parts(t: f32[L], m: f32[H]) { score s - m[h] * (i - j) + 2.0 * t[j] + t[i] }"
+)
 SOFTCAP, ALIBI = variants.softcap & variants.causal, variants.alibi & variants.causal
 DOCUMENTS = variants.document & variants.causal
 CAPPED_DOCUMENTS = variants.softcap & DOCUMENTS
@@ -55,6 +59,24 @@ def rises() -> dict[str, Any]:
 
 def band() -> dict[str, Any]:
     return {"n": 90, "t": torch.tensor([0.5, 0.25, 0.1, 0.01], device="cuda")}
+
+
+def gates() -> dict[str, Any]:
+    """Sums of the logs of forget gates, of which the last are some -180."""
+    torch.manual_seed(2)
+    return {"t": (torch.rand(2, 4, 457, device="cuda").log() * 0.4).cumsum(-1)}
+
+
+def parts() -> dict[str, Any]:
+    return {"t": torch.linspace(-3, 9, 457, device="cuda"), "m": rises()["t"]}
+
+
+def holes() -> dict[str, Any]:
+    torch.manual_seed(4)
+    t = torch.randn(457, device="cuda")
+    t[torch.rand(457, device="cuda") < 0.3] = float("-inf")
+    t[100:300] = float("-inf")
+    return {"t": t, "m": rises()["t"]}
 
 
 def widths() -> dict[str, Any]:
@@ -165,6 +187,12 @@ CASES: dict[str, Case] = {
         64,
         tables=lambda: slopes() | documents(600, 40, 260, batch=2)(),
     ),
+    "forget gates": Case(GATES, 457, 457, 128, kv_heads=2, tables=gates),
+    "forget gates, narrow, fp16": Case(GATES, 457, 457, 64, dtype=f16, tables=gates),
+    "all that may be added": Case(PARTS, 300, 457, 128, tables=parts),
+    "all that may be added, narrow": Case(PARTS, 300, 457, 64, kv_heads=1, tables=parts),
+    "keys and queries of -inf": Case(PARTS, 457, 457, 128, tables=holes),
+    "keys and queries of -inf, narrow": Case(PARTS, 457, 457, 64, tables=holes),
     "a padded head dim": Case(variants.causal, 457, 457, 96),
     "two head dims": Case(NOOP, 300, 300, 72, 128),
     "two head dims, one of them half": Case(variants.causal, 300, 300, 64, 128),
@@ -231,6 +259,9 @@ WIDE: dict[str, Case] = {
     "offsets per sequence": Case(ALIBI, 300, 400, 256, kv_heads=2, tables=offsets),
     "slopes and a window": Case(BAND, 600, 620, 256, kv_heads=2, tables=band),
     "slopes without a mask, fp16": Case(RISING, 1500, 1500, 192, dtype=f16, tables=rises),
+    "forget gates": Case(GATES, 457, 457, 256, kv_heads=2, tables=gates),
+    "all that may be added": Case(PARTS, 300, 457, 192, tables=parts),
+    "keys and queries of -inf": Case(PARTS, 457, 457, 256, tables=holes),
     "rows and keys without pairs": Case(GAPS, 300, 300, 256),
     "ranges by head": Case(HEADS, 500, 500, 192, kv_heads=2, tables=widths),
     "k and v for all sequences": Case(variants.causal, 300, 300, 256, kv_heads=2, kv_batch=1),

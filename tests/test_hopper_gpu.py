@@ -26,6 +26,12 @@ DILATED = parse("variant dilated() { mask j <= i and (i - j) % 4 == 0 }")
 RANGES = parse("variant ranges() { mask j < 40 or (j >= i - 30 and j <= i + 9) or j > 900 }")
 HOLES = parse("variant holes() { mask (i // 150) % 2 == 0 and (i - j) % 2 == 0 }")
 OF_HEADS = parse("variant of_heads() { mask (i * 7 + j * 13 + h * 3) % 5 != b }")
+GATES = parse("variant gates(t: f32[H, L]) { score s + t[h, i] - t[h, j] mask j <= i }")
+KEYS = parse("variant keys(t: f32[L]) { score 0.5 * s + t[j] }")
+QUERIES = parse("variant queries(t: f32[L]) { score s + t[i] }")
+PARTS = parse(
+    "variant parts(t: f32[L], m: f32[H]) { score s - m[h] * (i - j) + 2.0 * t[j] - t[i] }"
+)
 MIXED = parse("variant mixed() { mask (i * 7 + j * 13) % 3 != 0 score s * 0.5 - 0.25 * j }")
 
 
@@ -99,6 +105,22 @@ def offsets(*values: int, **more: Any) -> Callable[[Sizes], dict[str, Any]]:
     return lambda sizes: {"q_offset": torch.tensor(values, dtype=torch.int32), **more}
 
 
+def gates(sizes: Sizes) -> dict[str, Any]:
+    """Sums of the logs of forget gates, of which the last are some -300."""
+    make = torch.Generator().manual_seed(2)
+    logs = torch.rand(sizes.q_heads, sizes.kv_len, generator=make).log() * 0.4
+    return {"t": logs.cumsum(1)}
+
+
+def holes(sizes: Sizes) -> dict[str, Any]:
+    """Numbers by place, of which a third is -inf, and all of 300 to 600."""
+    make = torch.Generator().manual_seed(4)
+    t = torch.randn(max(sizes.q_len, sizes.kv_len), generator=make)
+    t[torch.rand(t.shape, generator=make) < 0.3] = float("-inf")
+    t[300:600] = float("-inf")
+    return {"t": t}
+
+
 def blocks(size: int, heads: int = 1) -> Callable[[Sizes], dict[str, Any]]:
     """Half of the blocks, drawn; the second row of blocks has none."""
 
@@ -151,6 +173,22 @@ CASES: dict[str, Case] = {
         Sizes(batch=1, q_heads=2, kv_heads=1, q_len=300, kv_len=70_000),
         lambda sizes: {"slopes": torch.tensor([0.7, 0.001])},
         lambda sizes: {"q_offset": 69_700},
+    ),
+    "forget gates": Case(GATES, WIDE, gates),
+    "forget gates, narrow, fp16": Case(GATES, captures=gates, dtype=torch.float16),
+    "forget gates, head dim 256": Case(GATES, Sizes(head_dim=256, v_head_dim=256), gates),
+    "forget gates of documents": Case(
+        GATES & document, captures=lambda sizes: gates(sizes) | documents(150)(sizes)
+    ),
+    "keys that are added to": Case(KEYS, RAGGED, holes),
+    "keys that are added to, head dim 128": Case(KEYS, WIDE, holes),
+    "queries that are added to": Case(QUERIES, WIDE, holes),
+    "all that may be added": Case(
+        PARTS,
+        captures=lambda sizes: {
+            "t": torch.linspace(-3, 9, sizes.kv_len),
+            "m": torch.tensor([0.5, 0.1, -0.01, 0.0]),
+        },
     ),
     "every pair": Case(NOOP, Sizes(q_len=457, head_dim=256, v_head_dim=256)),
     # More than one turn a multiprocessor.
@@ -213,6 +251,13 @@ RANGES_OF_KEYS = {
     "causal",
     "causal soft-cap",
     "causal ALiBi",
+    "forget gates",
+    "forget gates, narrow, fp16",
+    "forget gates, head dim 256",
+    "keys that are added to",
+    "keys that are added to, head dim 128",
+    "queries that are added to",
+    "all that may be added",
     "ALiBi far from the start",
     "every pair",
     "many heads",

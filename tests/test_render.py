@@ -225,7 +225,7 @@ def test_the_users_functions_and_captures_are_named() -> None:
     for text in texts(variants.alibi & variants.sliding_window):
         functions = [n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
         masks = {f"{program.name}_mask", f"{program.name}_keys_0"}  # a window may be its ends alone
-        # A score by distance may be its parts.
+        # What is added to s may be its parts.
         scores = {f"{program.name}_score", f"{program.name}_score_per_key"}
         assert scores & set(functions) and masks & set(functions)
         assert re.search(r"\bslopes\b", text) and re.search(r"\bwindow\b", text)

@@ -1,12 +1,11 @@
-"""Scores that are s and what is added to it, and that change evenly with distance, as ALiBi's.
+"""Scores that are s times a number and what is added to it, by query, by key and by distance.
 
-slope * s + per_key * (j - i)           a forward's
-s + a(i) + b(j) + per_key * (j - i)     a backward's
+slope * s + a(i) + b(j) + per_key * (j - i)
 
-With n for the first key of a kv tile, per_key * (j - n) is the same for all rows of the tile, and
-per_key * (n - i) belongs to what a softmax takes off a row: one product and one sum a pair, where
-the score as written takes four. Both parts are small near the diagonal, as the whole is; with 0 for
-n they would round for long sequences.
+With n for the first key of a kv tile, per_key * (j - n) is the same for all rows of the tile, as
+b(j) is, and per_key * (n - i) and a(i) belong to what a softmax takes off a row: one product and
+one sum a pair, where ALiBi's score as written takes four. Both parts of a distance are small near
+the diagonal, as the whole is; with 0 for n they would round for long sequences.
 """
 
 from __future__ import annotations
@@ -20,45 +19,29 @@ from .linear import linear
 
 
 @dataclass(frozen=True)
-class ByDistance:
-    """slope * s + per_key * (j - i); neither part reads s, i or j."""
-
-    slope: Expr
-    per_key: Expr
-
-
-@dataclass(frozen=True)
 class Added:
-    """s + of_query + of_key + per_key * (j - i): no j in the first, no i in the second, no s.
+    """slope * s + of_query + of_key + per_key * (j - i); None for what is not there.
 
-    None for what is not there.
+    Nothing reads s, the first and the last neither i nor j, the second no j, the third no i.
     """
 
+    slope: Expr
     of_query: Expr | None
     of_key: Expr | None
     per_key: Expr | None
 
 
 def added(score: Expr) -> Added | None:
-    """A score in this form, or None; none is s alone."""
+    """A score in this form to whose s something is added, or None."""
     found = affine_in_s(score)
-    if found is None or found.slope != ONE or found.offset == ZERO:
+    if found is None or not _same_for_all_pairs(found.slope) or found.offset == ZERO:
         return None
     terms = split_terms(found.offset)
-    per_key = None if terms.mixed == ZERO else _per_key(terms.mixed)
-    if per_key is None and terms.mixed != ZERO:
-        return None
     of_query, of_key = (None if x == ZERO else x for x in (terms.row, terms.column))
-    return Added(of_query, of_key, per_key)
-
-
-def by_distance(score: Expr) -> ByDistance | None:
-    """A score in this form, or None."""
-    found = affine_in_s(score)
-    if found is None or not _same_for_all_pairs(found.slope):
-        return None
-    per_key = _per_key(found.offset)
-    return None if per_key is None else ByDistance(found.slope, per_key)
+    if terms.mixed == ZERO:
+        return Added(found.slope, of_query, of_key, None)
+    per_key = _per_key(terms.mixed)
+    return None if per_key is None else Added(found.slope, of_query, of_key, per_key)
 
 
 def _per_key(node: Expr) -> Expr | None:
