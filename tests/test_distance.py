@@ -75,7 +75,8 @@ def test_the_parts_make_the_score(name: str, s: float, i: int, j: int) -> None:
     def value(x: Expr | None) -> float:
         return 0.0 if x is None else float(evaluate(x, values))
 
-    total = value(found.slope) * s + value(found.of_query) + value(found.of_key)
+    both = value(found.of_query) + value(found.of_key)
+    total = value(found.slope) * s + value(found.factor) * both
     total += value(found.per_key) * (j - i)
     assert float(evaluate(score, values)) == pytest.approx(total, rel=1e-12, abs=1e-9)
 
@@ -86,6 +87,7 @@ def test_no_part_reads_what_it_does_not_vary_with(name: str) -> None:
     assert found is not None
     apart = (
         (found.slope, {"i", "j", "s"}),
+        (found.factor, {"i", "j", "s"}),
         (found.of_query, {"j", "s"}),
         (found.of_key, {"i", "s"}),
         (found.per_key, {"i", "j", "s"}),

@@ -67,6 +67,12 @@ def gates() -> dict[str, Any]:
     return {"t": (torch.rand(2, 4, 457, device="cuda").log() * 0.4).cumsum(-1)}
 
 
+def far() -> dict[str, Any]:
+    """Multiples of a 16th near -1,000,000, whose differences are small and exact."""
+    torch.manual_seed(2)
+    return {"t": -1e6 - torch.randint(0, 2, (2, 4, 457), device="cuda").cumsum(-1) / 16}
+
+
 def parts() -> dict[str, Any]:
     return {"t": torch.linspace(-3, 9, 457, device="cuda"), "m": rises()["t"]}
 
@@ -189,6 +195,8 @@ CASES: dict[str, Case] = {
     ),
     "forget gates": Case(GATES, 457, 457, 128, kv_heads=2, tables=gates),
     "forget gates, narrow, fp16": Case(GATES, 457, 457, 64, dtype=f16, tables=gates),
+    "forget gates far on": Case(GATES, 457, 457, 128, kv_heads=2, tables=far),
+    "forget gates far on, narrow": Case(GATES, 457, 457, 64, tables=far),
     "all that may be added": Case(PARTS, 300, 457, 128, tables=parts),
     "all that may be added, narrow": Case(PARTS, 300, 457, 64, kv_heads=1, tables=parts),
     "keys and queries of -inf": Case(PARTS, 457, 457, 128, tables=holes),
@@ -260,6 +268,7 @@ WIDE: dict[str, Case] = {
     "slopes and a window": Case(BAND, 600, 620, 256, kv_heads=2, tables=band),
     "slopes without a mask, fp16": Case(RISING, 1500, 1500, 192, dtype=f16, tables=rises),
     "forget gates": Case(GATES, 457, 457, 256, kv_heads=2, tables=gates),
+    "forget gates far on": Case(GATES, 457, 457, 256, tables=far),
     "all that may be added": Case(PARTS, 300, 457, 192, tables=parts),
     "keys and queries of -inf": Case(PARTS, 457, 457, 256, tables=holes),
     "rows and keys without pairs": Case(GAPS, 300, 300, 256),

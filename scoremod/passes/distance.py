@@ -1,11 +1,11 @@
 """Scores that are s times a number and what is added to it, by query, by key and by distance.
 
-slope * s + a(i) + b(j) + per_key * (j - i)
+slope * s + factor * (a(i) + b(j)) + per_key * (j - i)
 
-With n for the first key of a kv tile, per_key * (j - n) is the same for all rows of the tile, as
-b(j) is, and per_key * (n - i) and a(i) belong to what a softmax takes off a row: one product and
-one sum a pair, where ALiBi's score as written takes four. Both parts of a distance are small near
-the diagonal, as the whole is; with 0 for n they would round for long sequences.
+With n for the first key of a kv tile, b(j) - b(n) and per_key * (j - n) are the same for all rows
+of the tile, and a(i) + b(n) and per_key * (n - i) belong to what a softmax takes off a row: one
+product and one sum a pair, where ALiBi's score as written takes four. All of them are small near
+the diagonal, as the whole is, where a(i) and b(j) nearly cancel; with 0 for n they would round.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from ..ir.expr import ONE, ZERO, Expr
 from ..ir.ops import Op
 from .fold import affine_in_s, split_terms
 from .linear import linear
+from .simplify import simplify
 
 
 @dataclass(frozen=True)
 class Added:
-    """slope * s + of_query + of_key + per_key * (j - i); None for what is not there.
+    """slope * s + factor * (of_query + of_key) + per_key * (j - i); None for what is not there.
 
-    Nothing reads s, the first and the last neither i nor j, the second no j, the third no i.
+    Nothing reads s; slope, factor and per_key read neither i nor j, of_query no j, of_key no i.
     """
 
     slope: Expr
+    factor: Expr
     of_query: Expr | None
     of_key: Expr | None
     per_key: Expr | None
@@ -36,12 +38,31 @@ def added(score: Expr) -> Added | None:
     found = affine_in_s(score)
     if found is None or not _same_for_all_pairs(found.slope) or found.offset == ZERO:
         return None
-    terms = split_terms(found.offset)
+    factor, total = _factored(found.offset)
+    terms = split_terms(total)
     of_query, of_key = (None if x == ZERO else x for x in (terms.row, terms.column))
     if terms.mixed == ZERO:
-        return Added(found.slope, of_query, of_key, None)
+        return Added(found.slope, factor, of_query, of_key, None)
     per_key = _per_key(terms.mixed)
-    return None if per_key is None else Added(found.slope, of_query, of_key, per_key)
+    if per_key is None:
+        return None
+    return Added(found.slope, factor, of_query, of_key, simplify(factor * per_key))
+
+
+def _factored(node: Expr) -> tuple[Expr, Expr]:
+    """What all pairs are multiplied by, and what of them."""
+    if node.op is Op.NEG:
+        factor, total = _factored(node.args[0])
+        return simplify(-factor), total
+    if node.op is Op.MUL:
+        for one, other in (node.args, node.args[::-1]):
+            if _same_for_all_pairs(one) and not _same_for_all_pairs(other):
+                factor, total = _factored(other)
+                return simplify(one * factor), total
+    if node.op is Op.DIV and _same_for_all_pairs(node.args[1]):
+        factor, total = _factored(node.args[0])
+        return simplify(factor / node.args[1]), total
+    return ONE, node
 
 
 def _per_key(node: Expr) -> Expr | None:
