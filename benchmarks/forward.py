@@ -26,7 +26,15 @@ import torch
 import scoremod
 from scoremod import bench as benches
 from scoremod.bench import FLEX, OURS, BenchResult, Case, Shape
-from scoremod.variants import alibi, alibi_slopes, causal, document, sliding_window, softcap
+from scoremod.variants import (
+    alibi,
+    alibi_slopes,
+    causal,
+    document,
+    forget_gate,
+    sliding_window,
+    softcap,
+)
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = ("2x16x8192x128", "2x32x8192x64")
@@ -48,6 +56,12 @@ def documents(batch: int, length: int, mean: int = 1024) -> torch.Tensor:
     return ids
 
 
+def gates(batch: int, heads: int, length: int) -> torch.Tensor:
+    """Sums of the logs of forget gates, a twentieth a token."""
+    rng = torch.Generator().manual_seed(1)
+    return (-0.1 * torch.rand(batch, heads, length, generator=rng)).cumsum(-1)
+
+
 NOOP = scoremod.parse("variant noop() { mask True }")
 # name -> (variant, its captures for a shape)
 CASES: dict[str, tuple[scoremod.Variant, Callable[[Shape], dict[str, Any]]]] = {
@@ -59,6 +73,10 @@ CASES: dict[str, tuple[scoremod.Variant, Callable[[Shape], dict[str, Any]]]] = {
     "document & causal": (
         document & causal,
         lambda shape: {"doc": documents(shape.batch, shape.kv_len)},
+    ),
+    "forget gates & causal": (
+        forget_gate & causal,
+        lambda shape: {"log_decay": gates(shape.batch, shape.q_heads, shape.kv_len)},
     ),
 }
 Task = tuple[str, Shape]

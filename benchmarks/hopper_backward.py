@@ -37,6 +37,7 @@ NAMES = (
     "softcap & causal",
     "window 1024",
     "document & causal",
+    "forget gates & causal",
     "learned slopes",
 )
 PEERS = (FLEX, CUDNN, PORTABLE, FA4)
