@@ -257,16 +257,6 @@ class TileReader:
         return self.added.per_key if self.added else None
 
     @property
-    def factor(self) -> DeviceFunction | None:
-        """What the first two are multiplied by."""
-        return self.added.factor if self.added else None
-
-    @property
-    def differs(self) -> bool:
-        """Whether what a key and what a query add may nearly cancel."""
-        return self.of_query is not None and self.of_key is not None
-
-    @property
     def stored(self) -> bool:
         """Whether the tiles to visit are read from memory (`plan_structure.py`)."""
         return self.options.stored
@@ -396,16 +386,6 @@ class HopperPlan(TileReader):
     def and_of_key(self) -> str:
         """What a key adds to its scores, as an argument."""
         return ", of_key" if self.of_key else ""
-
-    @property
-    def and_level(self) -> str:
-        """What a tile's first key adds, as an argument."""
-        return ", level" if self.differs else ""
-
-    @property
-    def of_query_from_level(self) -> str:
-        """What a query adds to its scores, and the tile's first key."""
-        return "(line[3] + level)" if self.differs else "line[3]"
 
     @property
     def changes_scores(self) -> bool:
@@ -569,14 +549,13 @@ class Added:
     """In place of a score: what s is multiplied by, and what is added to it, in base 2."""
 
     slope: DeviceFunction
-    factor: DeviceFunction | None  # of the next two
     of_query: DeviceFunction | None
     of_key: DeviceFunction | None
     per_key: DeviceFunction | None
 
     @property
     def parts(self) -> tuple[DeviceFunction | None, ...]:
-        return self.factor, self.of_query, self.of_key, self.per_key
+        return self.of_query, self.of_key, self.per_key
 
 
 def score_functions(program: Typed) -> tuple[DeviceFunction | None, Added | None]:
@@ -599,21 +578,18 @@ def added_functions(program: Typed) -> Added | None:
         return None
 
     def part(name: str, value: Expr, doc: str) -> DeviceFunction:
-        return DeviceFunction(f"{written.name}_{name}", written.params, (value,), doc)
+        return DeviceFunction(f"{written.name}_{name}", written.params, (base2(value),), doc)
 
     def maybe(name: str, value: Expr | None, doc: str) -> DeviceFunction | None:
         return None if value is None else part(name, value, doc)
 
-    scale, doc = capture("sm_scale", Type.FLOAT), "What q k^T is multiplied by, log2(e) in it."
-    slope = part("slope", base2(found.slope * scale), doc)
-    of_query = maybe("of_query", found.of_query, "What a query adds, but for a factor.")
-    of_key = maybe("of_key", found.of_key, "What a key adds, but for that factor.")
-    factor = None
-    if of_query or of_key:
-        factor = part("factor", base2(found.factor), "That factor, log2(e) in it.")
-    further = None if found.per_key is None else base2(found.per_key)
-    per_key = maybe("per_key", further, "What a key further on adds, in base 2.")
-    return Added(slope, factor, of_query, of_key, per_key)
+    scale = capture("sm_scale", Type.FLOAT)
+    return Added(
+        part("slope", found.slope * scale, "What q k^T is multiplied by, log2(e) in it."),
+        maybe("of_query", found.of_query, "What a query adds to its scores, in base 2."),
+        maybe("of_key", found.of_key, "What a key adds to its scores, in base 2."),
+        maybe("per_key", found.per_key, "What a key further on adds, in base 2."),
+    )
 
 
 def read_ahead(program: Typed, mask: DeviceFunction) -> tuple[DeviceFunction, tuple[LineTerm, ...]]:

@@ -256,7 +256,7 @@ class GradientReader(TileReader):
     @property
     def read_once(self) -> tuple[Param, ...]:
         """What consumers that own keys know before they visit tiles."""
-        return (*self.column_params, *((LINE,) if self.added else ()))
+        return (*self.column_params, *((LINE,) if self.adds_by_key else ()))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .analysis.ranges import solve
-from .ir.capture import Kind
 from .ir.expr import ONE
 from .passes.derivative import d_ds
 from .passes.patterns import Pattern, Read
@@ -56,7 +55,6 @@ KEYS, QUERIES = "attention_bwd_keys", "attention_bwd_queries"
 KERNELS = (KEYS, QUERIES)
 SUMS = "attention_bwd_sums"
 WIDTH = 256  # the padded head dim
-OF_QUERY = Param("of_query", Kind.SCALAR, "f32")  # what a query adds to its scores
 CONSUMERS = 2
 ROWS = 64  # keys or queries whose gradients a consumer has registers for, and columns of a step
 # Columns of scores whose slopes are in registers at a time, where rows are summed: of 64 ALiBi had
@@ -252,11 +250,6 @@ class WidePlan(GradientReader):
     def no_sums(self) -> str:
         """As many zeros."""
         return ", ".join(["nothing"] * (1 + 2 * len(self.sums)))
-
-    @property
-    def rows_once(self) -> tuple[Param, ...]:
-        """What consumers that own queries know before they visit tiles."""
-        return (*self.row_params, *((OF_QUERY,) if self.of_query else ()))
 
     @property
     def reads_keys_apart(self) -> bool:

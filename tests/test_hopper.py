@@ -373,8 +373,8 @@ def test_what_is_added_to_s_is_its_parts() -> None:
     query = parse("variant query(t: f32[L]) { score 2.0 * s + t[i] }")
     for variant, parts in (
         (variants.alibi, {"slope", "per_key"}),
-        (gates, {"slope", "factor", "of_query", "of_key"}),
-        (query, {"slope", "factor", "of_query"}),
+        (gates, {"slope", "of_query", "of_key"}),
+        (query, {"slope", "of_query"}),
         (variants.symmetric_alibi, set()),
     ):
         plan = plans(variant)[0]
@@ -382,7 +382,7 @@ def test_what_is_added_to_s_is_its_parts() -> None:
         functions = {n.name for n in ast.parse(text).body if hasattr(n, "name")}
         assert (plan.added is not None) is bool(parts)
         assert (f"{variant.name}_score" in functions) is not bool(parts)
-        said = ("slope", "factor", "of_query", "of_key", "per_key")
+        said = ("slope", "of_query", "of_key", "per_key")
         assert {x for x in said if f"{variant.name}_score_{x}" in functions} == parts
         # What a key adds is read by one thread of it, and handed round.
         assert ("gl.convert_layout(of_key, COLUMN)" in text) is ("of_key" in parts)

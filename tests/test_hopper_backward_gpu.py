@@ -28,9 +28,7 @@ BAND = parse(
 )
 RISING = parse("variant rising(t: f32[H]) { score s + t[h] * (j - i) }")
 GATES = parse("variant gates(t: f32[B, H, L]) { score s + t[b, h, i] - t[b, h, j] mask j <= i }")
-PARTS = parse(
-    "variant parts(t: f32[L], m: f32[H]) { score s - m[h] * (i - j) + 2.0 * t[j] + t[i] }"
-)
+PARTS = parse("variant parts(t: f32[L], m: f32[H]) { score s - m[h] * (i - j) + t[j] + t[i] }")
 SOFTCAP, ALIBI = variants.softcap & variants.causal, variants.alibi & variants.causal
 DOCUMENTS = variants.document & variants.causal
 CAPPED_DOCUMENTS = variants.softcap & DOCUMENTS
@@ -65,12 +63,6 @@ def gates() -> dict[str, Any]:
     """Sums of the logs of forget gates, of which the last are some -180."""
     torch.manual_seed(2)
     return {"t": (torch.rand(2, 4, 457, device="cuda").log() * 0.4).cumsum(-1)}
-
-
-def far() -> dict[str, Any]:
-    """Multiples of a 16th near -1,000,000, whose differences are small and exact."""
-    torch.manual_seed(2)
-    return {"t": -1e6 - torch.randint(0, 2, (2, 4, 457), device="cuda").cumsum(-1) / 16}
 
 
 def parts() -> dict[str, Any]:
@@ -195,8 +187,6 @@ CASES: dict[str, Case] = {
     ),
     "forget gates": Case(GATES, 457, 457, 128, kv_heads=2, tables=gates),
     "forget gates, narrow, fp16": Case(GATES, 457, 457, 64, dtype=f16, tables=gates),
-    "forget gates far on": Case(GATES, 457, 457, 128, kv_heads=2, tables=far),
-    "forget gates far on, narrow": Case(GATES, 457, 457, 64, tables=far),
     "all that may be added": Case(PARTS, 300, 457, 128, tables=parts),
     "all that may be added, narrow": Case(PARTS, 300, 457, 64, kv_heads=1, tables=parts),
     "keys and queries of -inf": Case(PARTS, 457, 457, 128, tables=holes),
@@ -268,7 +258,6 @@ WIDE: dict[str, Case] = {
     "slopes and a window": Case(BAND, 600, 620, 256, kv_heads=2, tables=band),
     "slopes without a mask, fp16": Case(RISING, 1500, 1500, 192, dtype=f16, tables=rises),
     "forget gates": Case(GATES, 457, 457, 256, kv_heads=2, tables=gates),
-    "forget gates far on": Case(GATES, 457, 457, 256, tables=far),
     "all that may be added": Case(PARTS, 300, 457, 192, tables=parts),
     "keys and queries of -inf": Case(PARTS, 457, 457, 256, tables=holes),
     "rows and keys without pairs": Case(GAPS, 300, 300, 256),

@@ -29,9 +29,7 @@ OF_HEADS = parse("variant of_heads() { mask (i * 7 + j * 13 + h * 3) % 5 != b }"
 GATES = parse("variant gates(t: f32[H, L]) { score s + t[h, i] - t[h, j] mask j <= i }")
 KEYS = parse("variant keys(t: f32[L]) { score 0.5 * s + t[j] }")
 QUERIES = parse("variant queries(t: f32[L]) { score s + t[i] }")
-PARTS = parse(
-    "variant parts(t: f32[L], m: f32[H]) { score s - m[h] * (i - j) + 2.0 * t[j] - t[i] }"
-)
+PARTS = parse("variant parts(t: f32[L], m: f32[H]) { score s - m[h] * (i - j) + t[j] - t[i] }")
 MIXED = parse("variant mixed() { mask (i * 7 + j * 13) % 3 != 0 score s * 0.5 - 0.25 * j }")
 
 
@@ -112,13 +110,6 @@ def gates(sizes: Sizes) -> dict[str, Any]:
     return {"t": logs.cumsum(1)}
 
 
-def far(sizes: Sizes) -> dict[str, Any]:
-    """Multiples of a 16th near -1,000,000, whose differences are small and exact."""
-    make = torch.Generator().manual_seed(2)
-    steps = torch.randint(0, 2, (sizes.q_heads, sizes.kv_len), generator=make)
-    return {"t": -1e6 - steps.cumsum(1) / 16}
-
-
 def holes(sizes: Sizes) -> dict[str, Any]:
     """Numbers by place, of which a third is -inf, and all of 300 to 600."""
     make = torch.Generator().manual_seed(4)
@@ -186,15 +177,6 @@ CASES: dict[str, Case] = {
     "forget gates, head dim 256": Case(GATES, Sizes(head_dim=256, v_head_dim=256), gates),
     "forget gates of documents": Case(
         GATES & document, captures=lambda sizes: gates(sizes) | documents(150)(sizes)
-    ),
-    "forget gates far on": Case(GATES, WIDE, far),
-    "forget gates far on, narrow": Case(GATES, captures=far, dtype=torch.float16),
-    "events far on": Case(
-        variants.time_decay & causal,
-        captures=lambda sizes: {
-            "rate": torch.tensor([0.3, 0.1, 0.02, 0.0]),
-            "time": far(sizes)["t"][: sizes.batch].neg(),
-        },
     ),
     "keys that are added to": Case(KEYS, RAGGED, holes),
     "keys that are added to, head dim 128": Case(KEYS, WIDE, holes),
@@ -270,9 +252,6 @@ RANGES_OF_KEYS = {
     "forget gates",
     "forget gates, narrow, fp16",
     "forget gates, head dim 256",
-    "forget gates far on",
-    "forget gates far on, narrow",
-    "events far on",
     "keys that are added to",
     "keys that are added to, head dim 128",
     "queries that are added to",

@@ -1,11 +1,11 @@
 """Scores that are s times a number and what is added to it, by query, by key and by distance.
 
-slope * s + factor * (a(i) + b(j)) + per_key * (j - i)
+slope * s + a(i) + b(j) + per_key * (j - i)
 
-With n for the first key of a kv tile, b(j) - b(n) and per_key * (j - n) are the same for all rows
-of the tile, and a(i) + b(n) and per_key * (n - i) belong to what a softmax takes off a row: one
-product and one sum a pair, where ALiBi's score as written takes four. All of them are small near
-the diagonal, as the whole is, where a(i) and b(j) nearly cancel; with 0 for n they would round.
+With n for the first key of a kv tile, per_key * (j - n) is the same for all rows of the tile, as
+b(j) is, and per_key * (n - i) and a(i) belong to what a softmax takes off a row: one product and
+one sum a pair, where ALiBi's score as written takes four. Both parts of a distance are small near
+the diagonal, as the whole is; with 0 for n they would round for long sequences.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..ir.expr import ONE, ZERO, Expr
-from ..ir.ops import Op
+from ..ir.ops import Op, Type
 from .fold import affine_in_s, split_terms
 from .linear import linear
-from .simplify import simplify
 
 
 @dataclass(frozen=True)
 class Added:
-    """slope * s + factor * (of_query + of_key) + per_key * (j - i); None for what is not there.
+    """slope * s + of_query + of_key + per_key * (j - i); None for what is not there.
 
-    Nothing reads s; slope, factor and per_key read neither i nor j, of_query no j, of_key no i.
+    Nothing reads s, the first and the last neither i nor j, the second no j, the third no i.
     """
 
     slope: Expr
-    factor: Expr
     of_query: Expr | None
     of_key: Expr | None
     per_key: Expr | None
@@ -38,31 +36,24 @@ def added(score: Expr) -> Added | None:
     found = affine_in_s(score)
     if found is None or not _same_for_all_pairs(found.slope) or found.offset == ZERO:
         return None
-    factor, total = _factored(found.offset)
-    terms = split_terms(total)
+    terms = split_terms(found.offset)
     of_query, of_key = (None if x == ZERO else x for x in (terms.row, terms.column))
-    if terms.mixed == ZERO:
-        return Added(found.slope, factor, of_query, of_key, None)
-    per_key = _per_key(terms.mixed)
-    if per_key is None:
+    if of_query and of_key and not (_is_read(of_query) and _is_read(of_key)):
         return None
-    return Added(found.slope, factor, of_query, of_key, simplify(factor * per_key))
+    if terms.mixed == ZERO:
+        return Added(found.slope, of_query, of_key, None)
+    per_key = _per_key(terms.mixed)
+    return None if per_key is None else Added(found.slope, of_query, of_key, per_key)
 
 
-def _factored(node: Expr) -> tuple[Expr, Expr]:
-    """What all pairs are multiplied by, and what of them."""
-    if node.op is Op.NEG:
-        factor, total = _factored(node.args[0])
-        return simplify(-factor), total
-    if node.op is Op.MUL:
-        for one, other in (node.args, node.args[::-1]):
-            if _same_for_all_pairs(one) and not _same_for_all_pairs(other):
-                factor, total = _factored(other)
-                return simplify(one * factor), total
-    if node.op is Op.DIV and _same_for_all_pairs(node.args[1]):
-        factor, total = _factored(node.args[0])
-        return simplify(factor / node.args[1]), total
-    return ONE, node
+def _is_read(node: Expr) -> bool:
+    """Whether a node is what a table holds, whose own rounding is as large as that of two apart.
+
+    A product is not: rate * (time[i] - time[j]) is exact for times that are whole numbers.
+    """
+    if node.op in (Op.ADD, Op.SUB, Op.NEG):
+        return all(map(_is_read, node.args))
+    return node.op is Op.LOAD and node.type is Type.FLOAT
 
 
 def _per_key(node: Expr) -> Expr | None:

@@ -328,12 +328,6 @@ def shift(m_i, HEADROOM: gl.constexpr):
 
 
 @gluon.jit
-def finite(x):
-    """A number, 0 in place of one that is not."""
-    return gl.where(gl.abs(x) < float("inf"), x, 0.0)
-
-
-@gluon.jit
 def powers(s, factor, taken):
     """p of scores that are `s * factor - taken` in base 2, the last one number a row."""
     return gl.exp2(s * factor - taken[:, None])
