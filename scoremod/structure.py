@@ -71,13 +71,15 @@ class Structure:
     def refresh(self, found: Stored, shared: Sequence[Any], blocks: Sequence[Any]) -> None:
         """Classify again, in place: no compilation, no synchronisation."""
         columns = self.structures * self.column_tiles
+        rows = self.structures * self.row_tiles
         summaries = found.runs.new_empty(2 * columns * max(1, self.summaries)).view(torch.int64)
-        values = [SUMMARIZE, found.runs, found.words, summaries, *self.sizes, *blocks, *shared]
+        values = [found.runs, found.words, summaries, *self.sizes, *blocks, *shared]
         if self.summaries and columns:
-            self.kernel.run(columns, values)
-        if self.structures * self.row_tiles:
-            for values[0] in (CLASSIFY, ORDER) if self.transposed else (CLASSIFY,):
-                self.kernel.run(self.structures * self.row_tiles, values)
+            self.kernel.run(columns, [SUMMARIZE, *values])
+        if rows:
+            self.kernel.run(rows, [CLASSIFY, *values])
+        if rows and self.transposed:
+            self.kernel.run(rows, [ORDER, *values])
 
 
 @dataclass(frozen=True)
