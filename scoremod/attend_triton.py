@@ -137,18 +137,20 @@ def stored_structure(
     blocks: tuple[int, int],
     *,
     transposed: bool = False,
+    by_length: bool = False,
 ) -> Stored:
     """The structure that a kernel with tiles of BLOCK_M x BLOCK_N reads: prepared, or made now."""
     mask, sizes = program.only_mask, Sizes.of(inputs)
     bound = bound_of(mask, bound)
+    ways = {"transposed": transposed, "by_length": by_length}
     if isinstance(inputs.tiles, Tiles):
         inputs.tiles.check(mask, bound, sizes, inputs.q_offset, inputs.kv_lens)
-        return inputs.tiles.stored(mask, chosen, sizes, blocks, transposed=transposed)
+        return inputs.tiles.stored(mask, chosen, sizes, blocks, **ways)
     user = inputs.tiles
     if user is not None:
         user.check_tile(*blocks)
     device = inputs.q.device
-    how = structure(mask, chosen, sizes, blocks, device, user, transposed=transposed)
+    how = structure(mask, chosen, sizes, blocks, device, user, **ways)
     shared = shared_values(inputs.q_offset, inputs.kv_lens, bound)
     return how.make(device, shared, () if user is None else user.arguments)
 

@@ -486,7 +486,15 @@ def structure_of(call: Call, kernels: Kernels, scratch: Scratch) -> list[Any]:
     chosen, blocks = kernels.options, (kernels.main.block_m, kernels.main.block_n)
     if not chosen.stored:
         return [*scratch.turns]
-    found = stored_structure(call.program, chosen, call.inputs, call.bound, blocks, transposed=True)
+    found = stored_structure(
+        call.program,
+        chosen,
+        call.inputs,
+        call.bound,
+        blocks,
+        transposed=True,
+        by_length=kernels.in_slots and not chosen.deterministic,
+    )
     if not chosen.deterministic:
         return found.arguments
     q_len, kv_len = call.inputs.q.shape[2], call.inputs.k.shape[2]

@@ -14,7 +14,7 @@ from typing import Any
 
 from .analysis.ranges import solve
 from .ir.capture import Kind
-from .ir.expr import TRUE, Expr, capture, index, substitute
+from .ir.expr import ONE, TRUE, Expr, capture, index, substitute
 from .ir.ops import Type
 from .passes.derivative import d_ds
 from .passes.distance import added
@@ -584,8 +584,9 @@ def added_functions(program: Typed) -> Added | None:
         return None if value is None else part(name, value, doc)
 
     scale = capture("sm_scale", Type.FLOAT)
+    slope = scale if found.slope == ONE else found.slope * scale
     return Added(
-        part("slope", found.slope * scale, "What q k^T is multiplied by, log2(e) in it."),
+        part("slope", slope, "What q k^T is multiplied by, log2(e) in it."),
         maybe("of_query", found.of_query, "What a query adds to its scores, in base 2."),
         maybe("of_key", found.of_key, "What a key adds to its scores, in base 2."),
         maybe("per_key", found.per_key, "What a key further on adds, in base 2."),

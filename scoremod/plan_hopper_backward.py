@@ -520,7 +520,7 @@ def hopper_backward_plan(
     )
 
 
-def is_added(program: Typed) -> bool:
+def only_adds(program: Typed) -> bool:
     """Whether a score is s and what is added to it by query, by key and by distance."""
     return d_ds(program.given_score) == ONE and added(program.score) is not None
 
@@ -588,7 +588,7 @@ def width_of(options: Options) -> int:
 
 def configs_of(program: Typed, options: Options) -> tuple[BackwardConfig, ...]:
     """The configurations for a call, the best first."""
-    return CONFIGS[width_of(options), program.has_score and not is_added(program)]
+    return CONFIGS[width_of(options), program.has_score and not only_adds(program)]
 
 
 # -- the kernels before and after --------------------------------------------------------------

@@ -54,7 +54,7 @@ class Structure:
     sizes: tuple[int, ...]
     stride_b: int
     stride_h: int
-    transposed: bool
+    by_length: bool  # the rows' order is made, too
 
     def make(self, device: torch.device, shared: Sequence[Any], blocks: Sequence[Any]) -> Stored:
         """A new structure; `shared` are the values of `plan_triton.shared_arguments`."""
@@ -78,7 +78,7 @@ class Structure:
             self.kernel.run(columns, [SUMMARIZE, *values])
         if rows:
             self.kernel.run(rows, [CLASSIFY, *values])
-        if rows and self.transposed:
+        if rows and self.by_length:
             self.kernel.run(rows, [ORDER, *values])
 
 
@@ -107,10 +107,12 @@ def structure(
     user: Blocks | None = None,
     *,
     transposed: bool = False,
+    by_length: bool = False,
 ) -> Structure:
     """The structure of a call: one for each batch and head that the mask, or a block list, reads.
 
-    `blocks` is (BLOCK_M, BLOCK_N) of the kernel that will read it.
+    `blocks` is (BLOCK_M, BLOCK_N) of the kernel that will read it, `by_length` whether that visits
+    the rows of a transposed one in the order of their lengths.
     """
     by_sequence = chosen.has_kv_lens or chosen.offset_per_batch
     structures_b, structures_h = differing(program, sizes, user, by_sequence=by_sequence)
@@ -124,7 +126,7 @@ def structure(
         (sizes.q_len, sizes.kv_len, sizes.gqa_group, structures_h),
         structures_h if structures_b > 1 else 0,
         1 if structures_h > 1 else 0,
-        transposed,
+        by_length,
     )
 
 

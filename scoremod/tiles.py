@@ -146,13 +146,22 @@ class Tiles:
         blocks: tuple[int, int],
         *,
         transposed: bool = False,
+        by_length: bool = False,
     ) -> Stored:
         """The structure for a kernel's tiles."""
         sizes = replace(sizes, batch=self._sizes.batch, q_heads=self._sizes.q_heads)
-        key = (chosen.small, chosen.wide_offsets, blocks, transposed, sizes.gqa_group)
+        key = (chosen.small, chosen.wide_offsets, blocks, transposed, by_length, sizes.gqa_group)
         made = self._made.get(key)
         if made is None:
-            how = structure(program, chosen, sizes, blocks, self._device, transposed=transposed)
+            how = structure(
+                program,
+                chosen,
+                sizes,
+                blocks,
+                self._device,
+                transposed=transposed,
+                by_length=by_length,
+            )
             made = self._made[key] = _Made(how, how.make(self._device, self._shared(), ()))
         return made.stored
 

@@ -456,6 +456,38 @@ def test_a_structure_is_read_where_queries_are_not_one_range() -> None:
     assert "q_tiles(" not in text and "stored_tiles(" in text
 
 
+@pytest.mark.parametrize(
+    ("variant", "changes", "by_length"),
+    [
+        (DOCUMENTS, {}, True),
+        (DOCUMENTS, {"deterministic": True}, False),
+        (DOCUMENTS, {"has_kv_lens": True}, False),
+        (variants.dilated, {}, False),
+    ],
+    ids=["documents", "in an order", "that end", "no documents"],
+)
+def test_a_structure_has_the_order_that_a_kernel_reads(
+    variant: Variant, changes: dict[str, Any], by_length: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, asked = plans(variant, **changes)[0], {}
+
+    def stored(*_: Any, **ways: bool) -> Any:
+        asked.update(ways)
+        return SimpleNamespace(arguments=[])
+
+    monkeypatch.setattr(backward_hopper, "stored_structure", stored)
+    monkeypatch.setattr(backward_hopper, "ranks_of", lambda *_: None)
+    made = SimpleNamespace(block_m=64, block_n=128)
+    kernels: Any = SimpleNamespace(options=plan.options, in_slots=plan.in_slots, main=made)
+    x = torch.empty(1, 1, 300, 128)
+    inputs = SimpleNamespace(q=x, k=x)
+    call: Any = SimpleNamespace(program=program(variant), inputs=inputs, bound=())
+    scratch: Any = SimpleNamespace(turns=())
+    backward_hopper.structure_of(call, kernels, scratch)
+    assert asked == {"transposed": True, "by_length": by_length} and plan.by_length is by_length
+    assert ("The longest first" in backward_hopper.source(plan)) is by_length
+
+
 def test_kv_tiles_take_turns_where_the_same_bits_are_asked_for() -> None:
     for variant in (NOOP, variants.causal, DOCUMENTS):
         text = backward_hopper.source(plans(variant, 64, deterministic=True)[0])

@@ -68,7 +68,8 @@ def kinds_of(mask: Expr, launch: Launch, *, transposed: bool = False) -> Array:
     sizes = Sizes(1, 1, launch.q_len, launch.kv_len, 1)
     chosen = Options("f32", 16, 16, "exact", small=False, stored=True)
     blocks = launch.block_m, launch.block_n
-    how = structure(program, chosen, sizes, blocks, TRITON, transposed=transposed)
+    ways = {"transposed": transposed, "by_length": transposed}
+    how = structure(program, chosen, sizes, blocks, TRITON, **ways)
     stored = how.make(TRITON, shared_values(launch.q_offset, None, values), ())
     assert stored.runs.shape == (how.structures * how.row_tiles, RECORD)
     kinds = unpacked(stored, how.column_tiles)
