@@ -72,6 +72,7 @@ from .plan_hopper_backward import (
     RANKS,
     BackwardConfig,
     HopperBackwardPlan,
+    by_length,
     config_of,
     configs_of,
     counts_of,
@@ -493,7 +494,7 @@ def structure_of(call: Call, kernels: Kernels, scratch: Scratch) -> list[Any]:
         call.bound,
         blocks,
         transposed=True,
-        by_length=kernels.in_slots and not chosen.deterministic,
+        by_length=by_length(chosen, in_slots=kernels.in_slots),
     )
     if not chosen.deterministic:
         return found.arguments

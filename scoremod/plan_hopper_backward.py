@@ -113,9 +113,8 @@ _PAIRS = (
 )
 
 # By padded head dim (the wider of the two), and whether there is a score that is not s and what is
-# added to it; the best first. TFLOP/s
-# of the pairs that the mask keeps, on one H200, bf16, 2x16x8192x128 and 1x32x16384x64, pre- and
-# postprocess included.
+# added to it; the best first. TFLOP/s of the pairs that the mask keeps, on one H200, bf16,
+# 2x16x8192x128 and 1x32x16384x64, pre- and postprocess included.
 CONFIGS: dict[tuple[int, bool], tuple[BackwardConfig, ...]] = {
     # Full 471, causal 465 (cuDNN 387, 358); with v in registers 452, 428; with neither 405, 416.
     # Documents & causal 199 (portable 155). Without copies that never run full 0.96, causal 0.96,
@@ -132,8 +131,8 @@ CONFIGS: dict[tuple[int, bool], tuple[BackwardConfig, ...]] = {
         replace(_SINGLE, masked_in_turn=True),
         replace(_SINGLE, early_scores=False),
     ),
-    # Soft-cap 451 (dq late 440). Documents with a soft-cap take the second; by the
-    # first, partial tiles access spilled registers 38 times.
+    # Soft-cap 451 (dq late 440). Documents with a soft-cap take the second; by the first, partial
+    # tiles access spilled registers 38 times.
     (128, True): (
         _SINGLE,
         replace(_SINGLE, masked_in_turn=True),
@@ -190,7 +189,7 @@ _SEGMENTS = (
         masked=False,
     ),
 )
-# What is added to the scores of a program's keys.
+# What `key_scores` gives of a program's keys.
 LINE = Param("line", Kind.SCALAR, "f32")
 # Of tiles that a structure names the one that fetches says the number.
 _SAID = "read_number(said.index(step % SAID))"
@@ -328,7 +327,7 @@ class HopperBackwardPlan(GradientReader):
         Beside few heads the longest of a structure would run on alone. Documents 1.02 at head dim
         128 and 1.08 at 64; with 32 heads in turns 0.91 and 0.97.
         """
-        return self.by_kind and self.in_slots
+        return by_length(self.options, in_slots=self.in_slots)
 
     @property
     def by_number(self) -> bool:
@@ -529,7 +528,7 @@ def score_functions(
     program: Typed, by_s: Expr, reads: Sequence[tuple[int, Read]] = ()
 ) -> tuple[DeviceFunction | None, str, Added | None]:
     """The score with its slopes, and their names; else what it adds to s."""
-    more = added_functions(program) if by_s == ONE and not reads else None
+    more = added_functions(program) if only_adds(program) and not reads else None
     return (None, "", more) if more else (*score_function(program, by_s, reads), None)
 
 
@@ -547,6 +546,11 @@ def slot_places(options: Options, *, in_slots: bool) -> tuple[Argument, ...]:
         return ()
     found = [Argument("slots", "i32"), Argument("counters", "*i32"), Argument("sums", "*fp32")]
     return (*found, Argument("dq", POINTER_TYPE[options.dtype]), *strides(("dq",), "i64"))
+
+
+def by_length(options: Options, *, in_slots: bool) -> bool:
+    """Whether the main kernel visits kv tiles in the order of their lengths."""
+    return options.stored and in_slots and not options.deterministic
 
 
 def in_slots(program: Typed, options: Options) -> bool:

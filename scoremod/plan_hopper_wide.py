@@ -330,14 +330,8 @@ def wide_plan(
     terms: tuple[LineTerm, ...] = ()
     if mask is not None:
         mask, terms = read_ahead(program, mask)
-    functions = (
-        score,
-        *(more.parts if more else ()),
-        mask,
-        queries,
-        keys,
-        *(term.function for term in terms),
-    )
+    parts = more.parts if more else ()
+    functions = (score, *parts, mask, queries, keys, *(term.function for term in terms))
     return WidePlan(
         kernel=kernel,
         title=f"{TITLE_OF[kernel]} of `{program.name}`: Gluon, {target}",

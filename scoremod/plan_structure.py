@@ -18,6 +18,7 @@ from .ir.ops import Type
 from .passes.simplify import simplify
 from .plan import DeviceFunction, Param, Typed, with_kernel_names
 from .plan_triton import (
+    COUNT_PLACE,
     KIND_PLACE,
     MAP_PLACE,
     ORDER_PLACE,
@@ -176,11 +177,11 @@ class StructurePlan:
     @property
     def partial_count_place(self) -> int:
         """Where a record has how many tiles of a kind there are."""
-        return KIND_PLACE["partial"] + 2 * STORED_RUNS - 1
+        return COUNT_PLACE["partial"]
 
     @property
     def full_count_place(self) -> int:
-        return KIND_PLACE["full"] + 2 * STORED_RUNS - 1
+        return COUNT_PLACE["full"]
 
     @property
     def transposed_offsets(self) -> bool:

@@ -158,6 +158,8 @@ STORED_RUNS = 4
 # that of all tiles where there are more. The n-th row of a transposed structure has, last,
 # which row has the n-th most tiles.
 KIND_PLACE = {"partial": 0, "full": 2 * STORED_RUNS}
+# How many tiles of a kind there are: the count of the last run.
+COUNT_PLACE = {kind: place + 2 * STORED_RUNS - 1 for kind, place in KIND_PLACE.items()}
 SCATTERED_PLACE = 4 * STORED_RUNS
 MAP_PLACE = SCATTERED_PLACE + 1
 ORDER_PLACE = MAP_PLACE + 1
