@@ -53,6 +53,7 @@ def test_not_affine(score: str) -> None:
         ("log(exp(s) + x)", "log2(exp(s) + x)"),
         ("s * (x + y)", "s * (K * (x + y))"),
         ("(s + bias[j]) / 2.0", "0.7213475204444817 * s + 0.7213475204444817 * bias[j]"),
+        ("rsqrt((bias[j] + 0.0) / 0.0)", "K * rsqrt((bias[j] + 0.0) / 0.0)"),
     ],
 )
 def test_base2(score: str, folded: str) -> None:

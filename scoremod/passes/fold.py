@@ -168,7 +168,7 @@ def _parts(node: Expr, factor: Expr) -> list[Scaled]:
     """The operands to scale, and by what; none where the node itself is multiplied."""
     if node.type is not Type.FLOAT or variation(node) <= 1:
         return []
-    if node.op is Op.DIV and variation(node.args[1]) <= 1:
+    if _multiplies(node):
         return [(node.args[0], _quotient(factor, node.args[1]))]
     if node.op in (Op.ADD, Op.SUB, Op.NEG):
         return [(a, factor) for a in node.args]
@@ -186,7 +186,7 @@ def _joined(key: Scaled, parts: list[Expr]) -> Expr:
     node, factor = key
     if not parts:
         return _product(factor, node)
-    if node.op is Op.DIV and len(parts) == 1:
+    if _multiplies(node):
         return parts[0]
     if node.op is Op.MUL:
         return _product(*parts)
@@ -205,6 +205,17 @@ def _product(x: Expr, y: Expr) -> Expr:
     if x.is_const and y.is_const:
         return const(x.attr * y.attr)
     return -y if x.is_const and x.attr == -1 else x * y
+
+
+def _multiplies(node: Expr) -> bool:
+    """Whether a division is by what is the same for all scores, to multiply by its inverse.
+
+    Not by 0: (bias[j] + 0.0) / 0.0 is infinite, and 0.0 * (1.0 / 0.0) would be nan.
+    """
+    if node.op is not Op.DIV:
+        return False
+    divisor = node.args[1]
+    return variation(divisor) <= 1 and not (divisor.is_const and divisor.attr == 0)
 
 
 def _quotient(x: Expr, y: Expr) -> Expr:
@@ -251,8 +262,7 @@ def _pieces(node: Expr, factor: Expr) -> list[Scaled]:
         for one, other in (node.args, node.args[::-1]):
             if variation(one) <= 1 and _separates(other):
                 return [(other, _product(factor, one))]
-    divides = node.op is Op.DIV and _kind(node) == 2 and variation(node.args[1]) <= 1
-    if divides and _separates(node.args[0]):
+    if _multiplies(node) and _kind(node) == 2 and _separates(node.args[0]):
         return [(node.args[0], _quotient(factor, node.args[1]))]
     return []
 
