@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 from .analysis.linear import slope
@@ -70,6 +71,14 @@ MAKERS = 2  # warps that make dq of the sums of earlier heads: what is left of a
 SPILLS = 20
 
 
+class InTurn(StrEnum):
+    """Tiles whose dP is computed after their p, not beside it."""
+
+    NONE = ""
+    MASKED = "masked"
+    ALL = "all"
+
+
 @dataclass(frozen=True)
 class BackwardConfig:
     """How the consumers of the backward overlap what they do."""
@@ -79,14 +88,12 @@ class BackwardConfig:
     # Left operands that stay in registers: shared memory, which products read from, is what limits.
     k_in_registers: bool = False
     v_in_registers: bool = False
-    # With scores early: dP of a masked tile comes after its p, 32 registers fewer for the mask.
-    masked_in_turn: bool = False
+    # With scores early: tiles whose dP comes after p, which leaves the mask, or the score, 32
+    # registers more.
+    in_turn: InTurn = InTurn.NONE
     # With scores early, of one half: dq of a tile is computed a step later, and leaves while dk is
     # computed.
     late_dq: bool = False
-    # Copies that no program makes, but which stand in the text of the warp that fetches: with them
-    # ptxas orders the second consumer's loop as the first one's (benchmarks/NOTES.md).
-    never_run: int = 0
 
     @property
     def holds_operands(self) -> bool:
@@ -98,18 +105,27 @@ class BackwardConfig:
         words += ["scores early"] if self.early_scores else []
         words += ["k in registers"] if self.k_in_registers else []
         words += ["v in registers"] if self.v_in_registers else []
-        words += ["masked tiles in turn"] if self.masked_in_turn else []
+        words += [f"{self.in_turn} tiles in turn"] if self.in_turn else []
         words += ["dq late"] if self.late_dq else []
         return ", ".join(words)
 
 
 _SINGLE = BackwardConfig(HALF, early_scores=True)
 _LATE = replace(_SINGLE, late_dq=True)
-_PAIR = BackwardConfig(2 * HALF, early_scores=True, never_run=20)
+_PAIR = BackwardConfig(2 * HALF, early_scores=True)
 _PAIRS = (
     replace(_PAIR, k_in_registers=True, v_in_registers=True),
     replace(_PAIR, v_in_registers=True),
     _PAIR,
+)
+
+_HALVES = (
+    _LATE,
+    replace(_LATE, in_turn=InTurn.MASKED),
+    _SINGLE,
+    replace(_SINGLE, in_turn=InTurn.MASKED),
+    replace(_LATE, in_turn=InTurn.ALL),
+    replace(_SINGLE, early_scores=False),
 )
 
 # By padded head dim (the wider of the two), and whether there is a score that is not s and what is
@@ -117,35 +133,23 @@ _PAIRS = (
 # 2x16x8192x128 and 1x32x16384x64, pre- and postprocess included.
 CONFIGS: dict[tuple[int, bool], tuple[BackwardConfig, ...]] = {
     # Full 471, causal 465 (cuDNN 387, 358); with v in registers 452, 428; with neither 405, 416.
-    # Documents & causal 199 (portable 155). Without copies that never run full 0.96, causal 0.96,
-    # soft-cap 0.98, ALiBi and documents 1.00 of that; 40 copies 0.99, 1.01, 1.00, 0.97, 0.99.
+    # Documents & causal 199 (portable 155).
     (64, False): _PAIRS,
     (64, True): _PAIRS,
     # Full 519 (dq in its own step 499), causal 499 (463), documents & causal 264 (257), window 1024
     # 333 (332); without early scores full 481, causal 450 (499 and 484 with, in that race). ALiBi,
     # as it is split, 495 (dq in its own step 491; not split 481).
-    (128, False): (
-        _LATE,
-        replace(_LATE, masked_in_turn=True),
-        _SINGLE,
-        replace(_SINGLE, masked_in_turn=True),
-        replace(_SINGLE, early_scores=False),
-    ),
-    # Soft-cap 451 (dq late 440). Documents with a soft-cap take the second; by the first, partial
-    # tiles access spilled registers 38 times.
-    (128, True): (
-        _SINGLE,
-        replace(_SINGLE, masked_in_turn=True),
-        replace(_SINGLE, early_scores=False),
-    ),
+    (128, False): _HALVES,
+    # Soft-cap 466 (dq in its own step 454).
+    (128, True): _HALVES,
 }
 
 
 # Single changes of a configuration of one half that `bench --tune-backward` tries.
 CHANGES: tuple[Callable[[BackwardConfig], BackwardConfig], ...] = (
     lambda c: replace(c, late_dq=not c.late_dq),
-    lambda c: replace(c, masked_in_turn=not c.masked_in_turn),
-    lambda c: replace(c, late_dq=not c.late_dq, masked_in_turn=not c.masked_in_turn),
+    *(lambda c, kind=kind: replace(c, in_turn=kind) for kind in InTurn),
+    *(lambda c, kind=kind: replace(c, late_dq=not c.late_dq, in_turn=kind) for kind in InTurn),
 )
 
 
@@ -189,8 +193,9 @@ _SEGMENTS = (
         masked=False,
     ),
 )
-# What `key_scores` gives of a program's keys.
+# What `key_scores` and `rows_that_see` give of a program's keys.
 LINE = Param("line", Kind.SCALAR, "f32")
+SEEING = Param("seeing", Kind.SCALAR, "i32")
 # Of tiles that a structure names the one that fetches says the number.
 _SAID = "read_number(said.index(step % SAID))"
 
@@ -199,7 +204,9 @@ class GradientReader(TileReader):
     """What the plans of all Hopper backward kernels with products say of scores and masks."""
 
     functions: tuple[DeviceFunction, ...]
-    mask: DeviceFunction | None
+    mask: DeviceFunction | None  # where pairs are masked by it
+    # The first and last query that see a key, where they say which pairs attend.
+    queries: DeviceFunction | None
     params: tuple[Param, ...]
 
     @property
@@ -217,7 +224,16 @@ class GradientReader(TileReader):
     @property
     def every_query(self) -> bool:
         """Whether all queries see all keys of the tensor."""
-        return self.mask is None and not self.stored
+        return self.mask is None and self.queries is None and not self.stored
+
+    @property
+    def masks_by_queries(self) -> bool:
+        """Whether pairs are masked by the first and last query of a key, and not by the mask.
+
+        Two comparisons of a query, as for whether there is one: window 825 -> 551 instructions of a
+        partial tile, causal 664 -> 535 (head dim 128).
+        """
+        return self.queries is not None
 
     @property
     def solved(self) -> bool:
@@ -255,7 +271,8 @@ class GradientReader(TileReader):
     @property
     def read_once(self) -> tuple[Param, ...]:
         """What consumers that own keys know before they visit tiles."""
-        return (*self.column_params, *((LINE,) if self.adds_by_key else ()))
+        of_keys = (*self.column_params, *((LINE,) if self.adds_by_key else ()))
+        return (*of_keys, *((SEEING,) if self.masks_by_queries else ()))
 
 
 @dataclass(frozen=True)
@@ -273,7 +290,7 @@ class HopperBackwardPlan(GradientReader):
     slope: Slope | None  # of the score by s, unless it is 1
     added: Added | None  # what the score adds to s, where that is all
     mask: DeviceFunction | None
-    queries: DeviceFunction | None  # the first and last query that see a key, where that is solved
+    queries: DeviceFunction | None
     line_terms: tuple[LineTerm, ...]  # what the mask reads of a query, or of a key, alone
     params: tuple[Param, ...]
     arguments: tuple[Argument, ...]  # after the tensors
@@ -391,7 +408,12 @@ class HopperBackwardPlan(GradientReader):
 
     @property
     def masked_in_turn(self) -> bool:
-        return self.config.masked_in_turn
+        """Whether dP comes after p in masked tiles; next, in all."""
+        return self.config.in_turn is InTurn.MASKED
+
+    @property
+    def all_in_turn(self) -> bool:
+        return self.config.in_turn is InTurn.ALL
 
     @property
     def waits_for_number(self) -> bool:
@@ -485,7 +507,7 @@ def hopper_backward_plan(
     terms: tuple[LineTerm, ...] = ()
     if mask is not None and not options.stored:
         (piece,) = solve(program.given_mask, "i")
-        queries = query_range(piece, f"{program.name}_queries_0", program.params)
+        mask, queries = None, query_range(piece, f"{program.name}_queries_0", program.params)
     if mask is not None:
         mask, terms = read_ahead(program, mask)
     functions = (score, *(more.parts if more else ()), mask, queries, *(t.function for t in terms))

@@ -323,7 +323,7 @@ def wide_plan(
     if mask is not None and not options.stored:
         if kernel == KEYS:
             (piece,) = solve(program.given_mask, "i")
-            queries = query_range(piece, f"{program.name}_queries_0", program.params)
+            mask, queries = None, query_range(piece, f"{program.name}_queries_0", program.params)
         else:
             (piece,) = solve(program.given_mask, "j")
             keys = kv_range(piece, f"{program.name}_keys_0", program.params)

@@ -39,7 +39,9 @@ from scoremod.plan_hopper_backward import (
     PROGRAMS_AHEAD,
     SPILLS,
     WARP_REGISTERS,
+    BackwardConfig,
     HopperBackwardPlan,
+    InTurn,
     rows_plan,
     slots_of,
 )
@@ -414,6 +416,58 @@ def test_every_configuration_has_the_five_products(variant: Variant, determinist
             step = text[text.index("def add_up(") : text.index("def consume(")]
             found = re.findall(r"(\w+) = (?:warpgroup_mma|next_scores)\(", step)
             assert {name.partition("_")[0] for name in found} == {"s", "dp", "dv", "dk", "dq"}
+
+
+def test_a_warp_reads_row_values_from_different_banks() -> None:
+    """Eight lanes read 16 bytes each at a time, from 32 banks of 4 bytes."""
+    for text in (backward_hopper.source(plans(NOOP)[0]), *backward_hopper.sources(*wide(NOOP))):
+        layout = re.search(r"FOURS = .*?DistributedLinearLayout\(\s*(.*?), \[HALF", text, re.DOTALL)
+        if layout is None:
+            continue
+        registers, lanes, _warps, _block = ast.literal_eval(f"({layout[1]})")
+        assert [bit for (bit,) in registers[:2]] == [1, 2]  # 16 bytes of a lane
+        for lane in range(0, 32, 8):
+            reads = {
+                sum(bit for k, (bit,) in enumerate(lanes) if member >> k & 1)
+                for member in range(lane, lane + 8)
+            }
+            banks = [(place + value) % 32 for place in reads for value in range(4)]
+            assert len(banks) == len(set(banks)) == 16
+
+
+def wide(variant: Variant) -> tuple[Typed, Options, Any]:
+    return program(variant), options(256, variant=variant), H200
+
+
+def test_pairs_are_masked_by_the_queries_that_see_a_key_where_these_are_one_range() -> None:
+    for name in ("causal", "window", "alibi"):
+        plan = plans(FIVE[name])[0]
+        text = backward_hopper.source(plan)
+        assert plan.mask is None and plan.masks_by_queries and "_mask(" not in text
+        assert text.count("first_row, last_row = seeing") == 1
+    for variant in (NOOP, DOCUMENTS, variants.dilated):
+        plan = plans(variant)[0]
+        assert not plan.masks_by_queries and "seeing" not in backward_hopper.source(plan)
+        assert (plan.mask is None) == (variant is NOOP)
+
+
+@pytest.mark.parametrize("config", CONFIGS[128, True], ids=str)
+def test_dp_comes_after_p_in_the_tiles_that_a_configuration_says(config: BackwardConfig) -> None:
+    plan = next(p for p in plans(variants.softcap) if p.config == config)
+    text = backward_hopper.source(plan)
+    before, after = text[text.index("def visit(") :].split("p, w = weights(", 1)
+    after = after[: after.index("dv = warpgroup_mma(")]
+    starts = [
+        bool(re.search(r"^    dp = warpgroup_mma\(", x, re.MULTILINE)) for x in (before, after)
+    ]
+    assert starts == {
+        InTurn.NONE: [True, False], InTurn.MASKED: [False, False], InTurn.ALL: [False, True]
+    }[config.in_turn]  # fmt: skip
+    assert (
+        ("if not MASKED:\n" in before)
+        == ("if MASKED:\n" in after)
+        == (config.in_turn is InTurn.MASKED)
+    )
 
 
 def test_a_mask_and_a_slope_cost_only_where_they_are() -> None:

@@ -18,7 +18,7 @@ from scoremod.errors import BackendUnavailable, InputMismatch
 from scoremod.gradients import Answer
 from scoremod.plan_hopper import CONFIGS, Config, Tiles, config_of, neighbours
 from scoremod.plan_hopper_backward import CONFIGS as BACKWARD_CONFIGS
-from scoremod.plan_hopper_backward import BackwardConfig
+from scoremod.plan_hopper_backward import BackwardConfig, InTurn
 from scoremod.plan_hopper_backward import config_of as backward_config_of
 from scoremod.plan_hopper_backward import neighbours as backward_neighbours
 from scoremod.plan_triton import Options
@@ -192,12 +192,12 @@ def test_nothing_to_tune_is_an_error(case: Case, monkeypatch: pytest.MonkeyPatch
 # -- the backward ------------------------------------------------------------------------------
 
 BACKWARD = BACKWARD_CONFIGS[128, True]
-LATE = replace(BACKWARD[0], late_dq=True)
+CHANGED = replace(BACKWARD[0], late_dq=False, in_turn=InTurn.ALL)
 
 
 @pytest.fixture
 def scored() -> Case:
-    """A call with a score, whose configurations keep dq in its own step."""
+    """A call with a score."""
     shape = Shape(1, 2, 2, 64, 64, 128, 128)
     return prepare(variants.softcap & variants.causal, shape, torch.bfloat16, {}, "cpu")
 
@@ -209,9 +209,9 @@ def best_backward(case: Case) -> BackwardConfig | None:
 
 def test_backwards_are_tried_beside_their_table() -> None:
     found = backward_neighbours(BACKWARD)
-    assert found[: len(BACKWARD)] == BACKWARD and LATE in found
-    assert backward_config_of(asdict(LATE), BACKWARD) == LATE
-    for other in (None, {}, asdict(replace(LATE, block_m=128)), {**asdict(LATE), "x": 1}):
+    assert found[: len(BACKWARD)] == BACKWARD and CHANGED in found[len(BACKWARD) :]
+    assert backward_config_of(asdict(CHANGED), BACKWARD) == CHANGED
+    for other in (None, {}, asdict(replace(CHANGED, block_m=128)), {**asdict(CHANGED), "x": 1}):
         assert backward_config_of(other, BACKWARD) is None
     # Two halves have nothing to change.
     assert backward_neighbours(BACKWARD_CONFIGS[64, True]) == BACKWARD_CONFIGS[64, True]
@@ -232,7 +232,8 @@ def test_the_fastest_backward_is_kept(scored: Case, monkeypatch: pytest.MonkeyPa
 
     def elapsed(call: Callable[[], object], repeats: int) -> float:
         call()
-        return 1.0 if "dq late" in running[0] or "early" not in running[0] else 2.0
+        changed = "all tiles in turn" in running[0] and "dq late" not in running[0]
+        return 1.0 if changed or "early" not in running[0] else 2.0
 
     monkeypatch.setattr(tune.compile_hopper_backward, "compile_plan", compile_plan)
     monkeypatch.setattr(tune, "ready_kernel", lambda made, device: made)
@@ -241,13 +242,13 @@ def test_the_fastest_backward_is_kept(scored: Case, monkeypatch: pytest.MonkeyPa
     rig = Rig("cpu", elapsed, lambda: None, lambda f: f)
     assert best_backward(scored) is None
     found = tune.measure(tune.Backward(scored), rig, 3, H200, MACHINE)
-    assert found.best == LATE == best_backward(scored)
+    assert found.best == CHANGED == best_backward(scored)
     assert "backward" in str(found)
     notes = {one.config: one.note for one in found.tried}
-    assert notes[BACKWARD[1]] == "spilled" and "differs from ours" in notes[BACKWARD[2]]
+    assert notes[BACKWARD[1]] == "spilled" and "differs from ours" in notes[BACKWARD[-1]]
     program, chosen = scored.program, Options("bf16", 128, 128)
     lines = "\n".join(explain.explain_shape(program, chosen, H200))
-    assert f"in one kernel: {LATE}" in lines and "tuned    by `bench --tune-backward`" in lines
+    assert f"in one kernel: {CHANGED}" in lines and "tuned    by `bench --tune-backward`" in lines
     assert best_backward(replace(scored, program=replace(program, bundle="digest"))) is None
     # What was refused before has a kernel now.
     portable = backward_hopper.of_options(program, chosen)
