@@ -410,8 +410,12 @@ class HopperBackwardPlan(GradientReader):
         return not self.config.early_scores
 
     @property
+    def none_in_turn(self) -> bool:
+        """Whether dP comes after p in no tile; next, in masked ones, and in all."""
+        return self.config.in_turn is InTurn.NONE
+
+    @property
     def masked_in_turn(self) -> bool:
-        """Whether dP comes after p in masked tiles; next, in all."""
         return self.config.in_turn is InTurn.MASKED
 
     @property
