@@ -4,7 +4,7 @@
     found.call("weights", known, MASKED=True, s=products)
 
 Layouts are left out: a tensor has its values in their logical order, and shared memory in that of
-its places.
+its places. Integers divide towards minus infinity, where compiled kernels divide towards 0.
 """
 
 from __future__ import annotations

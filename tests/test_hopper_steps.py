@@ -1,4 +1,4 @@
-"""Steps of the Hopper backward as rendered, beside the oracle: row values, masks, p and its slope.
+"""Steps of the Hopper kernels as rendered, beside the oracle: masks, row values, p and its slope.
 
 Products and copies are left to a GPU (`test_hopper_backward_gpu.py`).
 """
@@ -13,13 +13,22 @@ import numpy as np
 import pytest
 import torch
 from gluon_steps import Memory, Steps
+from test_hopper import plans as forward_plans
 from test_hopper_backward import H200, options, plans, program
 
-from scoremod import Variant, backward_hopper, backward_hopper_wide, parse, variants
+from scoremod import (
+    Variant,
+    attend_hopper,
+    backward_hopper,
+    backward_hopper_wide,
+    parse,
+    variants,
+)
 from scoremod.hopper_rows import small_source
 from scoremod.ir.capture import Kind
 from scoremod.ir.evaluate import evaluate
 from scoremod.plan import assumed_params
+from scoremod.plan_hopper import HopperPlan
 from scoremod.plan_hopper_backward import GradientReader, rows_plan
 from scoremod.plan_hopper_wide import KEYS, QUERIES, WidePlan, wide_plan
 
@@ -27,6 +36,7 @@ B, H, Q_LEN, KV_LEN, KV_END, Q_OFFSET, SCALE = 1, 2, 150, 190, 170, 9, 0.125
 BATCH, HEADS = 2, 4
 TILE = 64
 LOG2_E = float(np.log2(np.e))
+NONE = torch.tensor(0)  # a position that nobody reads
 STOCK = {n: v for n, v in vars(variants).items() if isinstance(v, Variant)}
 MORE = {
     "noop": parse("variant noop() { mask True }"),
@@ -130,11 +140,14 @@ def steps_of(text: str) -> Steps:
     return Steps(text, HALF=TILE, ROWS=TILE, BLOCK_N=TILE)
 
 
-def known_to(plan: GradientReader, captures: dict[str, Any], tile: Tile) -> dict[str, Any]:
+def known_to(
+    plan: GradientReader | HopperPlan, captures: dict[str, Any], tile: Tile
+) -> dict[str, Any]:
     """What the kernel's functions are given by name: captures with their sizes, and places."""
     known: dict[str, Any] = {
         "b": torch.tensor(B), "h": torch.tensor(H), "hk": torch.tensor(H), "sm_scale": SCALE,
-        "q_len": Q_LEN, "kv_len": KV_LEN, "kv_end": KV_END, "q_start": torch.tensor(Q_OFFSET),
+        "q_len": torch.tensor(Q_LEN), "kv_len": torch.tensor(KV_LEN),
+        "kv_end": torch.tensor(KV_END), "q_start": torch.tensor(Q_OFFSET),
         "start_m": torch.tensor(tile.start_m), "start_n": torch.tensor(tile.start_n),
         "kv_idx": tile.keys,
         "q_idx": tile.start_m + Q_OFFSET + torch.arange(TILE, dtype=torch.int32),
@@ -154,7 +167,7 @@ def by_keys(plan: GradientReader, steps: Steps, captures: dict[str, Any], tile: 
     """p and its slope as a program finds them that owns keys."""
     known = known_to(plan, captures, tile)
     for term in plan.column_terms:
-        known[term.name] = steps.call(term.function.name, known, s=0.0, i=0, j=tile.keys)
+        known[term.name] = steps.call(term.function.name, known, s=0.0, i=NONE, j=tile.keys)
     if plan.masks_by_queries:
         known["seeing"] = steps.call("rows_that_see", known)
     if plan.adds_by_key:
@@ -169,11 +182,30 @@ def by_queries(plan: GradientReader, steps: Steps, captures: dict[str, Any], til
     known = known_to(plan, captures, tile)
     row_lse = tile.lse.clone()
     if plan.of_query is not None:
-        row_lse -= steps.call(plan.of_query.name, known, s=0.0, i=known["q_idx"], j=0)
+        row_lse -= steps.call(plan.of_query.name, known, s=0.0, i=known["q_idx"], j=NONE)
     for term in plan.row_terms:
-        known[term.name] = steps.call(term.function.name, known, s=0.0, i=known["q_idx"], j=0)
+        known[term.name] = steps.call(term.function.name, known, s=0.0, i=known["q_idx"], j=NONE)
     for masked in (True, False) if tile.keep.all() else (True,):
         yield steps.call("weights", known, MASKED=masked, s=tile.raw.T, row_lse=row_lse)
+
+
+def pairs_that_attend(
+    plan: HopperPlan, steps: Steps, captures: dict[str, Any], tile: Tile
+) -> torch.Tensor:
+    """Which pairs, [queries, keys], the forward does not mask."""
+    known = known_to(plan, captures, tile)
+    limits: Any = torch.tensor(KV_END)
+    if plan.masks_by_keys:
+        assert plan.keys is not None
+        lo, hi = steps.call(plan.keys.name, known, s=0.0, i=known["q_idx"], j=NONE)
+        ends = (steps.call("of_rows", {}, key=x, rows=known["q_idx"]) for x in (lo, hi))
+        limits = next(ends)[:, None], next(ends).clamp(max=KV_END - 1)[:, None]
+    for term in plan.row_terms:
+        known[term.name] = steps.call(term.function.name, known, s=0.0, i=known["q_idx"], j=NONE)
+    for term in plan.column_terms:
+        known[term.name] = steps.call(term.function.name, known, s=0.0, i=NONE, j=tile.keys)
+    found = steps.call("attends", known, limits=limits)
+    return found.expand(TILE, TILE)  # type: ignore[no-any-return]
 
 
 def place_of(column: torch.Tensor) -> torch.Tensor:
@@ -212,6 +244,17 @@ def test_row_values_come_back_in_the_order_of_columns() -> None:
     steps = steps_of(backward_hopper.source(plans(variants.alibi & variants.causal)[0]))
     found = steps.call("per_query_of_line", {}, values=in_memory(values), per_key=0.5)
     torch.testing.assert_close(found, values + 0.5 * torch.arange(TILE))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_which_pairs_attend_forward(name: str) -> None:
+    variant, captures = VARIANTS[name], drawn(VARIANTS[name])
+    plan = forward_plans(variant)[0]
+    steps = steps_of(attend_hopper.source(plan))
+    for tile in tiles(variant, captures):
+        rows = max(Q_LEN - tile.start_m, 0)  # those past the end are left out of the output
+        found = pairs_that_attend(plan, steps, captures, tile)
+        assert torch.equal(found[:rows], tile.keep.T[:rows])
 
 
 @pytest.mark.parametrize("name", VARIANTS)
