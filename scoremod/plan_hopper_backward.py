@@ -127,7 +127,6 @@ _HALVES = (
     replace(_LATE, in_turn=InTurn.MASKED),
     _SINGLE,
     replace(_SINGLE, in_turn=InTurn.MASKED),
-    replace(_LATE, in_turn=InTurn.ALL),
     replace(_SINGLE, early_scores=False),
 )
 
