@@ -8,7 +8,6 @@ its places. Integers divide towards minus infinity, where compiled kernels divid
 """
 
 from __future__ import annotations
-import __future__
 
 import ast
 import inspect
@@ -43,12 +42,10 @@ class Gluon:
 
     float32, int32, int64 = torch.float32, torch.int32, torch.int64
     exp2, zeros_like = map(staticmethod, (torch.exp2, torch.zeros_like))
-    exp, log, log2, sqrt, div_rn = map(
-        staticmethod, (torch.exp, torch.log, torch.log2, torch.sqrt, torch.div)
+    abs, ceil, exp, log, sqrt = map(
+        staticmethod, (torch.abs, torch.ceil, torch.exp, torch.log, torch.sqrt)
     )
-    abs, floor, ceil, sigmoid, permute = map(
-        staticmethod, (torch.abs, torch.floor, torch.ceil, torch.sigmoid, torch.permute)
-    )
+    div_rn, floor, permute = map(staticmethod, (torch.div, torch.floor, torch.permute))
 
     @staticmethod
     def arange(start: int, end: int, layout: object = None) -> Tensor:
@@ -124,19 +121,15 @@ class Steps:
         for function in tree.body:
             assert isinstance(function, ast.FunctionDef)
             function.decorator_list = []
+            for argument in function.args.args:
+                argument.annotation = None
         layouts = dict.fromkeys(("S_LAYOUT", "KEY", "QUERY", "ROW", "COLUMN", "APART", "FOURS"))
         tl = SimpleNamespace(PropagateNan=SimpleNamespace(ALL=True))
         self.names: dict[str, Any] = {"gl": Gluon, "tl": tl, **layouts, **constants}
-        flags = __future__.annotations.compiler_flag
-        exec(compile(tree, "<steps>", "exec", flags=flags, dont_inherit=True), self.names)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.names
+        exec(compile(tree, "<steps>", "exec"), self.names)
 
     def call(self, function: str, known: Mapping[str, Any], **given: Any) -> Any:
         """The result of a step, with the arguments that are known by name."""
         wanted = inspect.signature(self.names[function]).parameters
-        values = {
-            n: given[n] if n in given else known[n] for n in wanted if n in given or n in known
-        }
-        return self.names[function](**values)
+        values = {**known, **given}
+        return self.names[function](**{n: values[n] for n in wanted if n in values})

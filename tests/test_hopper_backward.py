@@ -419,11 +419,12 @@ def test_every_configuration_has_the_five_products(variant: Variant, determinist
 
 def test_a_warp_reads_row_values_from_different_banks() -> None:
     """Eight lanes read 16 bytes each at a time, from 32 banks of 4 bytes."""
-    for text in (backward_hopper.source(plans(NOOP)[0]), *backward_hopper.sources(*wide(NOOP))):
-        layout = re.search(r"FOURS = .*?DistributedLinearLayout\(\s*(.*?), \[HALF", text, re.DOTALL)
-        if layout is None:
-            continue
-        registers, lanes, _warps, _block = ast.literal_eval(f"({layout[1]})")
+    wide = backward_hopper.sources(program(NOOP), options(256), H200)
+    pattern = re.compile(r"FOURS = .*?DistributedLinearLayout\(\s*(.*?), \[HALF", re.DOTALL)
+    layouts = pattern.findall("\n".join([backward_hopper.source(plans(NOOP)[0]), *wide]))
+    assert len(layouts) == 2  # of the two kernels whose programs own keys
+    for layout in layouts:
+        registers, lanes, _warps, _block = ast.literal_eval(f"({layout})")
         assert [bit for (bit,) in registers[:2]] == [1, 2]  # 16 bytes of a lane
         for lane in range(0, 32, 8):
             reads = {
@@ -432,10 +433,6 @@ def test_a_warp_reads_row_values_from_different_banks() -> None:
             }
             banks = [(place + value) % 32 for place in reads for value in range(4)]
             assert len(banks) == len(set(banks)) == 16
-
-
-def wide(variant: Variant) -> tuple[Typed, Options, Any]:
-    return program(variant), options(256, variant=variant), H200
 
 
 def test_pairs_are_masked_by_the_queries_that_see_a_key_where_these_are_one_range() -> None:

@@ -84,7 +84,7 @@ def test_without_a_kernel_the_portable_ones_compute(monkeypatch: pytest.MonkeyPa
 
 
 def in_place(column: int) -> int:
-    """Where a tile of 64 row values has that of a column: 16 for each of four threads."""
+    """Where a tile of 64 row values has that of a column: of 16, four for each of four threads."""
     return column // 16 * 16 + column % 8 // 2 * 4 + column % 16 // 8 * 2 + column % 2
 
 

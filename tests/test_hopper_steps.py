@@ -24,13 +24,14 @@ from scoremod import (
     parse,
     variants,
 )
+from scoremod.backends.hopper import HOPPER
+from scoremod.draw import Shape, draw_missing
 from scoremod.hopper_rows import small_source
-from scoremod.ir.capture import Kind
 from scoremod.ir.evaluate import evaluate
-from scoremod.plan import assumed_params
 from scoremod.plan_hopper import HopperPlan
-from scoremod.plan_hopper_backward import GradientReader, rows_plan
+from scoremod.plan_hopper_backward import MAIN, GradientReader, rows_plan
 from scoremod.plan_hopper_wide import KEYS, QUERIES, WidePlan, wide_plan
+from scoremod.render import render
 
 B, H, Q_LEN, KV_LEN, KV_END, Q_OFFSET, SCALE = 1, 2, 150, 190, 170, 9, 0.125
 BATCH, HEADS = 2, 4
@@ -109,28 +110,12 @@ def scores(
     return exact, (more - less) / (2 * step)
 
 
-def drawn(variant: Variant) -> dict[str, Any]:
-    """Captures by type: ids ascend, floats are small, masks mostly true."""
-    length = max(Q_OFFSET + Q_LEN, KV_LEN)
-    sizes = {"B": BATCH, "H": HEADS, "Hk": HEADS, "L": length, "Lk": length, "Lq": length}
-    generator = torch.Generator().manual_seed(len(variant.name))
-    values: dict[str, Any] = {}
-    captures = variant._program.captures
-    for found, param in zip(captures, assumed_params(variant._program), strict=True):
-        kind = param.type.value
-        if found.kind is Kind.SCALAR:
-            drawn_ones = {"bool": True, "int": 37, "float": 0.7}
-            given = isinstance(found.default, bool | int | float)
-            values[found.name] = found.default if given else drawn_ones[kind]
-            continue
-        dims = [
-            d if isinstance(d, int) else sizes.get(str(d), 2 * length) for d in found.dims or ()
-        ]
-        table = torch.rand(tuple(dims), generator=generator)
-        if kind == "int":
-            table = (table * 8).int().sort(-1).values
-        values[found.name] = table < 0.7 if kind == "bool" else table
-    return values
+def values_of(variant: Variant) -> dict[str, Any]:
+    """Values of the captures: defaults, or drawn."""
+    shape = Shape(BATCH, HEADS, HEADS, Q_OFFSET + Q_LEN, KV_LEN, 64, 64)
+    defaults = {c.name: c.default for c in variant._program.captures}
+    missing = draw_missing(variant._program, {}, shape, {})
+    return defaults | {name: value for name, (value, _) in missing.items()}
 
 
 # -- the rendered steps ------------------------------------------------------------------------
@@ -208,17 +193,20 @@ def pairs_that_attend(
     return found.expand(TILE, TILE)  # type: ignore[no-any-return]
 
 
-def place_of(column: torch.Tensor) -> torch.Tensor:
-    """Where the kernel before the main one puts the row value of a column."""
-    text = small_source(rows_plan(options(128), H200, TILE, has_grad_lse=False))
+def places(text: str) -> torch.Tensor:
+    """Where a kernel has the row values of 64 queries."""
     found = re.search(r"^    place = (.*)$", text, re.MULTILINE)
     assert found is not None
-    return eval(found[1], {"column": column})  # type: ignore[no-any-return]
+    at = torch.arange(TILE)
+    return eval(found[1], {"column": at, "row": at})  # type: ignore[no-any-return]
+
+
+ROWS_TEXT = small_source(rows_plan(options(128), H200, TILE, has_grad_lse=False))
 
 
 def in_memory(values: torch.Tensor) -> Memory:
     laid = torch.full((TILE,), torch.nan)
-    laid[place_of(torch.arange(TILE))] = values
+    laid[places(ROWS_TEXT)] = values
     return Memory(laid)
 
 
@@ -246,9 +234,16 @@ def test_row_values_come_back_in_the_order_of_columns() -> None:
     torch.testing.assert_close(found, values + 0.5 * torch.arange(TILE))
 
 
+def test_kernels_of_rows_read_them_where_they_lie() -> None:
+    queries = backward_hopper_wide.source(wide(QUERIES, variants.causal))
+    (sums,) = backward_hopper_wide.sums_sources(program(variants.alibi), options(128), H200)
+    for text in (queries, sums):
+        assert torch.equal(places(text), places(ROWS_TEXT))
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_which_pairs_attend_forward(name: str) -> None:
-    variant, captures = VARIANTS[name], drawn(VARIANTS[name])
+    variant, captures = VARIANTS[name], values_of(VARIANTS[name])
     plan = forward_plans(variant)[0]
     steps = steps_of(attend_hopper.source(plan))
     for tile in tiles(variant, captures):
@@ -258,10 +253,11 @@ def test_which_pairs_attend_forward(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_p_and_its_slope(name: str) -> None:
-    variant, captures = VARIANTS[name], drawn(VARIANTS[name])
-    plan = plans(variant)[0]
-    steps = steps_of(backward_hopper.source(plan))
+@pytest.mark.parametrize("kernel", [MAIN, KEYS])
+def test_p_and_its_slope_by_keys(kernel: str, name: str) -> None:
+    variant, captures = VARIANTS[name], values_of(VARIANTS[name])
+    plan = plans(variant)[0] if kernel == MAIN else wide(KEYS, variant)
+    steps = steps_of(render(f"{kernel}.py", plan, HOPPER))
     for tile in tiles(variant, captures):
         for p, w in by_keys(plan, steps, captures, tile):
             same(p, tile.p)
@@ -269,13 +265,10 @@ def test_p_and_its_slope(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_p_and_its_slope_of_wide_heads(name: str) -> None:
-    variant, captures = VARIANTS[name], drawn(VARIANTS[name])
-    keys, queries = wide(KEYS, variant), wide(QUERIES, variant)
-    of_keys, of_queries = (steps_of(backward_hopper_wide.source(plan)) for plan in (keys, queries))
+def test_p_times_its_slope_by_queries(name: str) -> None:
+    variant, captures = VARIANTS[name], values_of(VARIANTS[name])
+    plan = wide(QUERIES, variant)
+    steps = steps_of(backward_hopper_wide.source(plan))
     for tile in tiles(variant, captures):
-        for p, w in by_keys(keys, of_keys, captures, tile):
-            same(p, tile.p)
-            same(w, tile.w)
-        for w in by_queries(queries, of_queries, captures, tile):
+        for w in by_queries(plan, steps, captures, tile):
             same(w.T, tile.w)
